@@ -1,0 +1,1 @@
+"""Who computes: the DiT as plain functions over borrowed weights."""

@@ -1,0 +1,1 @@
+"""Who conducts: text and an image in, a video out."""

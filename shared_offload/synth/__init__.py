@@ -1,0 +1,1 @@
+"""Complete checkpoints of random weights, for tests, benchmarks and the demo."""

@@ -1,0 +1,1 @@
+"""Where weights enter: checkpoint files, their index, layout and formats."""
