@@ -1,0 +1,36 @@
+# Every target works from a bare clone; `make help` lists them.
+PY := .venv/bin/python
+.DEFAULT_GOAL := help
+
+.PHONY: help setup demo test quick check fix docs clean
+
+help:  ## list the targets
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 10
+
+setup:  ## make .venv with everything installed
+	@tools/setup.sh
+
+demo: setup  ## make a tiny checkpoint and a video from it (CPU is enough)
+	@tools/demo.sh
+
+test: setup check  ## all tests (15 minutes on 2 cores)
+	@tools/system_packages.sh
+	$(PY) -m pytest
+
+quick: setup  ## a first answer within a minute
+	$(PY) -m pytest -m "not slow and not numa_vm" -x
+
+check: setup  ## ruff and mypy
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+
+fix: setup  ## let ruff format and repair
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+
+docs: setup  ## write docs/configuration.md anew
+	$(PY) -m shared_offload.config > docs/configuration.md
+
+clean:  ## remove .venv, build and demo output
+	rm -rf .venv build demo
