@@ -1,1 +1,30 @@
-"""How weights flow: units of an arena into slots on the GPU, ordered by events."""
+"""How weights flow: units of an arena into slots on the GPU, ordered by events.
+
+    arena (host) --copy queue--> slots, resident buffer (device) --borrow--> compute queue
+
+Files, in the order in which they explain the whole: `source.py` what every source promises and the
+resident one; `engine.py` the two queues and the marks in them; `slots.py` device memory and where
+units lie in it; `residency.py` which units stay; `log.py` the marks of each use, read as times;
+`streamer.py` what is copied when.
+
+Threads and queues, and what each may touch:
+
+- the host thread (the one that runs the model) owns all Python state here. It enqueues copies and
+  compute and runs ahead of both. Inside a step it waits for neither and allocates nothing on the
+  device. Nothing here is safe to call from a second thread.
+- the copy queue (a CUDA stream of high priority) is the only writer of slots and of the resident
+  buffer, and the only reader of the arena.
+- the compute queue (the CUDA stream that is current when a unit is borrowed) only reads slots and
+  the resident buffer, and only between `borrow` and its end.
+
+Two orderings must hold for every use of a unit, and everything here serves them:
+
+1. copy-done before compute: the compute queue waits for the mark that follows the unit's copy;
+2. compute-done before the slot is overwritten: the copy queue waits for the mark that compute
+   passed when the unit that lies in the slot was given back.
+
+A wait refers to the latest record of its mark at the time of the call, as with CUDA events; both
+are issued by the one host thread, in order, so a mark can be recorded again for the next use.
+Without CUDA both queues are the host thread itself and both orderings hold trivially; tests run
+them on two threads instead.
+"""
