@@ -97,7 +97,7 @@ def load_image(path: Path) -> Tensor:
             height=height,
             width=width,
         )
-    return torch.from_numpy(rgb).permute(2, 0, 1).contiguous().float().div_(127.5).sub_(1.0)
+    return torch.from_numpy(rgb).permute(2, 0, 1).contiguous().float().div_(255).sub_(0.5).div_(0.5)
 
 
 def bicubic(image_3HW: Tensor, height: int, width: int) -> Tensor:

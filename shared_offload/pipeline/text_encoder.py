@@ -1,0 +1,175 @@
+"""Prompts to rows of text features: UMT5 from Wan's own .pth file, through transformers.
+
+Invariant: only real tokens are encoded and returned (the end token included), so a prompt's rows
+depend neither on padding nor on the prompts beside it; the DiT pads with zeros. Nothing is looked
+up on the network. Shape letters: E real text tokens of one prompt, D width of the encoder.
+"""
+
+from __future__ import annotations
+
+import html
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import ftfy
+import torch
+from torch import Tensor
+from transformers import AutoTokenizer, UMT5Config, UMT5EncoderModel
+
+from shared_offload.errors import CheckpointError
+from shared_offload.pipeline import module_weights
+from shared_offload.weights.pth import load_pth
+
+TOKENIZER_FILES = ("tokenizer.json", "spiece.model")
+BLOCK_NAMES = {  # Wan's name within blocks.N. -> transformers' within encoder.block.N.
+    "norm1": "layer.0.layer_norm",
+    "norm2": "layer.1.layer_norm",
+    "attn.q": "layer.0.SelfAttention.q",
+    "attn.k": "layer.0.SelfAttention.k",
+    "attn.v": "layer.0.SelfAttention.v",
+    "attn.o": "layer.0.SelfAttention.o",
+    "pos_embedding.embedding": "layer.0.SelfAttention.relative_attention_bias",
+    "ffn.gate.0": "layer.1.DenseReluDense.wi_0",
+    "ffn.fc1": "layer.1.DenseReluDense.wi_1",
+    "ffn.fc2": "layer.1.DenseReluDense.wo",
+}
+TOP_NAMES = {
+    "token_embedding.weight": ("shared.weight", "encoder.embed_tokens.weight"),
+    "norm.weight": ("encoder.final_layer_norm.weight",),
+}
+
+
+class TextEncoder:
+    """UMT5's encoder with its tokenizer; `close` frees the weights."""
+
+    def __init__(self, model: Any, tokenizer: Any, *, text_len: int, source: Path) -> None:  # noqa: ANN401  transformers has no types
+        self._model = model
+        self._tokenizer = tokenizer
+        self._text_len = text_len
+        self._source = source
+        self.dim: int = model.config.d_model
+        self.nbytes = module_weights.count_bytes(model)
+        self.num_parameters = module_weights.count_parameters(model)
+
+    @classmethod
+    def load(
+        cls,
+        path: Path,
+        tokenizer_path: Path,
+        *,
+        device: torch.device | str,
+        dtype: torch.dtype,
+        text_len: int,
+    ) -> TextEncoder:
+        """From a .pth file (bf16, fp32 or FP8) and a tokenizer folder.
+
+        The sizes are read from the tensors. Raises CheckpointError or Problems; a missing tokenizer
+        before the weights are touched. Peak memory: the weights, once.
+        """
+        tokenizer = load_tokenizer(tokenizer_path)
+        tensors = load_pth(path)
+        with torch.device("meta"):
+            model = UMT5EncoderModel(read_config(tensors, path))
+        module_weights.assign(
+            model, rename(tensors), path=path, device=torch.device(device), dtype=dtype
+        )
+        return cls(model, tokenizer, text_len=text_len, source=path)
+
+    @torch.inference_mode()
+    def encode(self, prompts: Sequence[str]) -> list[Tensor]:
+        """One (E, D) tensor for each prompt; E is at most `text_len`, an empty prompt has 1 row."""
+        return [self._encode_one(prompt) for prompt in prompts]
+
+    def close(self) -> None:
+        """Free the weights. Idempotent; `encode` cannot be called afterwards."""
+        self._model = None
+
+    def _encode_one(self, prompt: str) -> Tensor:
+        if self._model is None:
+            raise RuntimeError("the text encoder is closed")
+        encoded = self._tokenizer(
+            clean(prompt), max_length=self._text_len, truncation=True, add_special_tokens=True
+        )
+        ids: list[int] = encoded["input_ids"]
+        vocabulary = self._model.config.vocab_size
+        if not ids or max(ids) >= vocabulary:
+            raise CheckpointError(
+                f"the tokenizer turns a prompt into {len(ids)} tokens, the largest "
+                f"{max(ids, default=None)}; {self._source.name} knows {vocabulary}",
+                expected="a tokenizer and an encoder of the same model",
+                path=str(self._source),
+            )
+        batch_1E = torch.tensor([ids], device=self._model.device)
+        rows_ED: Tensor = self._model(input_ids=batch_1E).last_hidden_state[0]
+        if not bool(torch.isfinite(rows_ED).all()):
+            raise CheckpointError(
+                f"{self._source.name} gives text features that are not finite in {rows_ED.dtype}",
+                expected="finite numbers",
+                hint="UMT5 overflows in float16: use bfloat16 or float32",
+                path=str(self._source),
+            )
+        return rows_ED
+
+
+def clean(prompt: str) -> str:
+    """The prompt as Wan tokenizes it: mended, html-unescaped twice, white space collapsed."""
+    unescaped = html.unescape(html.unescape(ftfy.fix_text(prompt)))
+    return re.sub(r"\s+", " ", unescaped.strip()).strip()
+
+
+def load_tokenizer(path: Path) -> Any:  # noqa: ANN401  transformers has no types
+    """The tokenizer of a local folder. Raises CheckpointError; never asks the network."""
+    if not any((path / name).is_file() for name in TOKENIZER_FILES):
+        raise CheckpointError(
+            f"there is no tokenizer in {path}",
+            expected=f"a folder with {' or '.join(TOKENIZER_FILES)}",
+            hint="it is google/umt5-xxl inside Wan's model folder; set t5_tokenizer_path otherwise",
+            path=str(path),
+        )
+    try:
+        return AutoTokenizer.from_pretrained(path, local_files_only=True)
+    except Exception as error:  # the tokenizers library raises bare Exception for broken JSON
+        raise CheckpointError(
+            f"the tokenizer in {path} cannot be read ({error})", path=str(path)
+        ) from error
+
+
+def read_config(tensors: Mapping[str, Tensor], path: Path) -> UMT5Config:
+    """The sizes that the tensors of Wan's .pth file say; CheckpointError where they cannot."""
+    vocabulary, dim = module_weights.need(tensors, "token_embedding.weight", 2, path)
+    bias = "blocks.0.pos_embedding.embedding.weight"
+    buckets, heads = module_weights.need(tensors, bias, 2, path)
+    inner, _ = module_weights.need(tensors, "blocks.0.attn.q.weight", 2, path)
+    hidden, _ = module_weights.need(tensors, "blocks.0.ffn.fc1.weight", 2, path)
+    return UMT5Config(
+        vocab_size=vocabulary,
+        d_model=dim,
+        d_kv=inner // heads,
+        d_ff=hidden,
+        num_layers=module_weights.layer_count(tensors, "blocks."),
+        num_heads=heads,
+        relative_attention_num_buckets=buckets,
+        relative_attention_max_distance=128,
+        layer_norm_epsilon=1e-6,
+        feed_forward_proj="gated-gelu",
+        is_encoder_decoder=False,
+        use_cache=False,
+    )
+
+
+def rename(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Wan's names to those of UMT5EncoderModel; unknown names stay, to be reported."""
+    renamed: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        for target in TOP_NAMES.get(name, (_block_name(name),)):
+            renamed[target] = tensor
+    return renamed
+
+
+def _block_name(name: str) -> str:
+    match = re.fullmatch(r"blocks\.(\d+)\.(.+)\.(weight|weight_scale)", name)
+    if match is None or match[2] not in BLOCK_NAMES:
+        return name
+    return f"encoder.block.{match[1]}.{BLOCK_NAMES[match[2]]}.{match[3]}"

@@ -1,0 +1,180 @@
+"""Video to latents and back: Wan's causal VAE from its own .pth file, through diffusers.
+
+Invariant: latents that leave and enter are normalised with Wan's mean and deviation, the
+deterministic mode is used, and videos and latents are fp32 whatever the VAE computes in. Shape
+letters: C channels, T latent frames, Y X latent height and width, F frames, H W pixels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers import AutoencoderKLWan
+from diffusers.loaders.single_file_utils import convert_wan_vae_to_diffusers
+from torch import Tensor, nn
+
+from shared_offload.errors import CheckpointError
+from shared_offload.pipeline import module_weights
+from shared_offload.pipeline.conditioning import LATENT_CHANNELS
+from shared_offload.weights.pth import load_pth
+
+LEVELS = 4  # resolutions of encoder and decoder
+RESIDUALS = 2  # residual blocks of a level of the encoder
+CONFIG = "config.json"
+OnFrame = Callable[[], None]
+
+
+class Vae:
+    """Wan's VAE on one device; `close` frees the weights."""
+
+    def __init__(self, model: Any, *, tiling: bool) -> None:  # noqa: ANN401  diffusers has no types
+        self._model = model
+        if tiling:
+            model.enable_tiling()  # 256-pixel tiles, 192 apart, blended over 64
+        self.device: torch.device = model.device
+        self.dtype: torch.dtype = model.dtype
+        self.nbytes = module_weights.count_bytes(model)
+        self.num_parameters = module_weights.count_parameters(model)
+        statistics = (model.config.latents_mean, model.config.latents_std)
+        self._mean, self._std = (
+            torch.tensor(v, device=self.device).view(-1, 1, 1, 1) for v in statistics
+        )
+
+    @classmethod
+    def load(
+        cls, path: Path, *, device: torch.device | str, dtype: torch.dtype, tiling: bool = False
+    ) -> Vae:
+        """From Wan's .pth file (sizes are read from its tensors) or a diffusers `vae` folder.
+
+        `tiling` bounds memory for large frames, at the price of seams that are blended, not exact.
+        Raises CheckpointError or Problems.
+        """
+        if path.is_dir():
+            model = _from_folder(path, dtype)
+        else:
+            tensors = load_pth(path)
+            with torch.device("meta"):
+                model = AutoencoderKLWan(**read_config(tensors, path))
+            module_weights.assign(
+                model,
+                convert_wan_vae_to_diffusers(tensors),
+                path=path,
+                device=torch.device(device),
+                dtype=dtype,
+            )
+        return cls(model.to(device).requires_grad_(False).eval(), tiling=tiling)
+
+    @torch.inference_mode()
+    def encode(self, video_3FHW: Tensor) -> Tensor:
+        """Normalised latent (16, T, Y, X) fp32 of a video in [-1, 1] with F = 4n + 1 frames."""
+        video = video_3FHW[None].to(self.device, self.dtype)
+        mode_CTYX = self._open().encode(video).latent_dist.mode()[0].float()
+        latent_CTYX: Tensor = (mode_CTYX - self._mean) / self._std
+        return latent_CTYX
+
+    @torch.inference_mode()
+    def decode(self, latent_CTYX: Tensor, on_frame: OnFrame | None = None) -> Tensor:
+        """The video (3, F, H, W) fp32 in [-1, 1], on the VAE's device.
+
+        `on_frame` is called before each latent frame's work is handed to the device (once for each
+        tile where tiled; `decode_calls` says how often in all).
+        """
+        latent = latent_CTYX.to(self.device, torch.float32) * self._std + self._mean
+        model = self._open()
+        watch = model.decoder.register_forward_pre_hook(_calling(on_frame)) if on_frame else None
+        try:
+            video_3FHW: Tensor = model.decode(latent[None].to(self.dtype)).sample[0]
+        finally:
+            model.clear_cache()  # a failed decode would keep its features, gigabytes of them
+            if watch:
+                watch.remove()
+        return video_3FHW.float()
+
+    def decode_calls(self, latent_CTYX: Tensor) -> int:
+        """How often `decode` calls `on_frame` for this latent."""
+        frames, height, width = latent_CTYX.shape[1:]
+        model = self._open()
+        ratio: int = model.spatial_compression_ratio
+        tile = (model.tile_sample_min_height // ratio, model.tile_sample_min_width // ratio)
+        if not model.use_tiling or (height <= tile[0] and width <= tile[1]):
+            return frames
+        stride_y, stride_x = (
+            model.tile_sample_stride_height // ratio,
+            model.tile_sample_stride_width // ratio,
+        )
+        return frames * -(-height // stride_y) * -(-width // stride_x)
+
+    def close(self) -> None:
+        """Free the weights. Idempotent; the VAE cannot be used afterwards."""
+        self._model = None
+
+    def _open(self) -> Any:  # noqa: ANN401  diffusers has no types
+        if self._model is None:
+            raise RuntimeError("the VAE is closed")
+        return self._model
+
+
+def read_config(tensors: Mapping[str, Tensor], path: Path) -> dict[str, object]:
+    """AutoencoderKLWan's arguments as Wan's tensors say; CheckpointError where they cannot."""
+    base, *_ = module_weights.need(tensors, "encoder.conv1.weight", 5, path)
+    channels, *_ = module_weights.need(tensors, "conv2.weight", 5, path)
+    _, decoder_base, *_ = module_weights.need(tensors, "decoder.head.2.weight", 5, path)
+    if channels != LATENT_CHANNELS:
+        raise CheckpointError(
+            f"{path.name}: the VAE has {channels} latent channels",
+            expected=f"{LATENT_CHANNELS}, as in Wan 2.1",
+            path=str(path),
+            name="conv2.weight",
+        )
+    starts = [level * (RESIDUALS + 1) for level in range(LEVELS)]  # a downsampler ends each level
+    widths = [
+        module_weights.need(tensors, f"encoder.downsamples.{at}.residual.2.weight", 5, path)[0]
+        for at in starts
+    ]
+    return {
+        "base_dim": base,
+        "decoder_base_dim": decoder_base,
+        "z_dim": channels,
+        "dim_mult": [width // base for width in widths],
+        "num_res_blocks": RESIDUALS,
+        "temperal_downsample": [
+            f"encoder.downsamples.{at + RESIDUALS}.time_conv.weight" in tensors
+            for at in starts[:-1]
+        ],
+    }
+
+
+def _from_folder(path: Path, dtype: torch.dtype) -> Any:  # noqa: ANN401  diffusers has no types
+    """A diffusers folder: config.json and safetensors."""
+    if not (path / CONFIG).is_file():
+        raise CheckpointError(
+            f"there is no {CONFIG} in {path}",
+            expected="a diffusers `vae` folder, or Wan2.1_VAE.pth",
+            path=str(path),
+        )
+    try:
+        model, report = AutoencoderKLWan.from_pretrained(
+            path,
+            torch_dtype=dtype,
+            local_files_only=True,
+            use_safetensors=True,
+            low_cpu_mem_usage=False,  # the other way needs the accelerate package
+            output_loading_info=True,
+        )
+    except (OSError, ValueError, RuntimeError, TypeError) as error:
+        raise CheckpointError(
+            f"{path} is no usable VAE folder ({error})", path=str(path)
+        ) from error
+    wrong = {kind: [str(name) for name in names] for kind, names in report.items() if names}
+    if wrong:
+        raise CheckpointError(
+            f"{path} does not fit its own {CONFIG}: {wrong}", path=str(path), faults=wrong
+        )
+    return model
+
+
+def _calling(on_frame: OnFrame) -> Callable[[nn.Module, object], None]:
+    return lambda _module, _inputs: on_frame()
