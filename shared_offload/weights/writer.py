@@ -10,7 +10,9 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from itertools import islice
 from pathlib import Path
 from types import TracebackType
 
@@ -18,17 +20,26 @@ import torch
 from torch import Tensor
 
 from shared_offload.errors import OutputError, PreflightError
+from shared_offload.weights.discovery import SINGLE_FILE
+from shared_offload.weights.layout import DTYPE_BYTES
 
 PARTIAL = ".partial"
-INDEX_NAME = "diffusion_pytorch_model.safetensors.index.json"
-ITEM_NBYTES = {"F8_E4M3": 1, "BF16": 2, "F16": 2, "F32": 4}
+INDEX_NAME = SINGLE_FILE + ".index.json"
+CHUNK_ELEMENTS = 1 << 22  # what one thread holds at a time: 16 MiB in fp32
 
 TensorTable = Mapping[str, tuple[str, tuple[int, ...]]]  # name -> (dtype code, shape)
 
 
 def tensor_nbytes(dtype: str, shape: tuple[int, ...]) -> int:
     """Bytes of one tensor's payload."""
-    return ITEM_NBYTES[dtype] * math.prod(shape)
+    return DTYPE_BYTES[dtype] * math.prod(shape)
+
+
+def row_chunks(shape: tuple[int, ...]) -> Iterator[tuple[int, int]]:
+    """(first row, end row) of the chunks a tensor is made in; a scalar is one row."""
+    rows = shape[0] if shape else 1
+    step = max(1, CHUNK_ELEMENTS // max(1, math.prod(shape[1:])))
+    return ((first, min(first + step, rows)) for first in range(0, rows, step))
 
 
 def file_nbytes(tensors: TensorTable) -> int:
@@ -45,6 +56,7 @@ class SafetensorsWriter:
 
     def __init__(self, path: Path, tensors: TensorTable) -> None:
         self.path = path
+        self.tensors = tensors
         self.nbytes = file_nbytes(tensors)
         header, self._offsets, _ = _header(tensors)
         self._partial = path.with_name(path.name + PARTIAL)
@@ -87,6 +99,29 @@ class SafetensorsWriter:
             self._partial.replace(self.path)
         else:
             self._partial.unlink(missing_ok=True)
+
+
+def run_all(
+    jobs: Iterable[Callable[[], int]], threads: int, on_bytes: Callable[[int], None]
+) -> None:
+    """Run jobs that write and return bytes, `threads` at once, each with one torch thread.
+
+    The first failure stops the rest. Only jobs that run or are next exist at any time.
+    """
+    torch_threads = torch.get_num_threads()
+    pool = ThreadPoolExecutor(threads, "writer", torch.set_num_threads, (1,))
+    waiting = iter(jobs)
+    pending: set[Future[int]] = set()
+    try:
+        while pending := pending | {
+            pool.submit(job) for job in islice(waiting, 2 * threads - len(pending))
+        }:
+            done, pending = wait(pending, return_when=FIRST_COMPLETED)
+            for future in done:
+                on_bytes(future.result())
+    finally:
+        pool.shutdown(cancel_futures=True)
+        torch.set_num_threads(torch_threads)
 
 
 def write_index(folder: Path, weight_map: Mapping[str, str], total_nbytes: int) -> None:
