@@ -1,0 +1,76 @@
+"""Wan's .pth files (T5, CLIP, VAE): a flat dict of tensors written by torch.save.
+
+Invariant: no code from a file is ever run (weights_only), and whatever the bytes are, the result
+is a dict of named tensors or a CheckpointError.
+"""
+
+from __future__ import annotations
+
+import pickle
+import zipfile
+from pathlib import Path
+
+import torch
+
+from shared_offload.errors import CheckpointError
+from shared_offload.weights.files import bounded_names, impostor_error, read_head, unreadable
+
+_LEGACY_MAGIC = b"\x80"  # a pickle: torch.save before 1.6
+_ZIP_MAGIC = b"PK\x03\x04"
+
+
+def load_pth(path: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a .pth file, on the CPU.
+
+    They are mapped from the file, copy on write: pages are read when they are first used, so peak
+    memory is what is touched. The file must not be changed while they live. Raises CheckpointError.
+    """
+    head = read_head(path)
+    if impostor := impostor_error(path, head):
+        raise impostor
+    mapped = head.startswith(_ZIP_MAGIC)
+    if not mapped and not head.startswith(_LEGACY_MAGIC):
+        raise _damaged(path, f"its first bytes are {head[:8]!r}", "a file written by torch.save")
+    if mapped and not zipfile.is_zipfile(path):
+        size = path.stat().st_size
+        raise _damaged(path, f"it has {size} bytes and no end: it is truncated", "a whole archive")
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
+    except pickle.UnpicklingError as error:
+        reason = str(error).split("\n", 1)[0]
+        raise _damaged(path, f"it holds more than tensors: {reason}", "only tensors") from error
+    except OSError as error:
+        raise unreadable(path, error) from error
+    except Exception as error:  # a damaged pickle raises nearly anything, IndexError for one
+        reason = str(error).split("\n", 1)[0]
+        raise _damaged(path, reason, "a file written by torch.save") from error
+    return _tensors(path, content)
+
+
+def _tensors(path: Path, content: object) -> dict[str, torch.Tensor]:
+    if not isinstance(content, dict) or not content:
+        found = "an empty dict" if content == {} else type(content).__name__
+        raise _damaged(path, f"it holds {found}", "a dict of named tensors")
+    other = [str(k) for k, v in content.items() if not isinstance(v, torch.Tensor)]
+    other += [repr(key) for key in content if not isinstance(key, str)]
+    if other:
+        what = f"{len(other)} of its {len(content)} entries are no named tensors"
+        raise CheckpointError(
+            f"{path}: {what}: {bounded_names(other)}",
+            expected="a flat dict of named tensors, as in Wan's release",
+            hint="use Wan's own .pth files, not a training checkpoint",
+            path=str(path),
+            name=other[0],
+            names=other,
+        )
+    return dict(content)
+
+
+def _damaged(path: Path, what: str, expected: str) -> CheckpointError:
+    return CheckpointError(
+        f"{path} cannot be loaded: {what}",
+        expected=expected,
+        hint="download the file again and compare its size and checksum",
+        path=str(path),
+        found=what,
+    )
