@@ -1,0 +1,223 @@
+"""What computes, and for how long it stays loaded: encoders, DiT weights, VAE.
+
+The first rank encodes and decodes; the others get what it made. Invariant: after `end_request`
+nothing is held that only the request needed, and after `close` nothing at all, whatever failed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shared_offload import __version__
+from shared_offload.config import Settings
+from shared_offload.model.dit import Branch
+from shared_offload.pipeline import conditioning
+from shared_offload.pipeline.dit_weights import LoadedDit, load_dit
+from shared_offload.pipeline.image_encoder import ImageEncoder
+from shared_offload.pipeline.inventory import Inventory, take_inventory, torch_dtype
+from shared_offload.pipeline.on_demand import OnDemand
+from shared_offload.pipeline.text_encoder import TextEncoder
+from shared_offload.pipeline.vae import Vae
+from shared_offload.ranks.devices import choose_device
+from shared_offload.ranks.facts import RankFacts
+from shared_offload.ranks.group import Ranks
+from shared_offload.report.progress import Progress
+
+ENCODER_DTYPE = {"cpu": torch.float32, "cuda": torch.bfloat16}
+
+
+class Runner:
+    """The modules of one pipeline. Making one checks all files and loads nothing."""
+
+    def __init__(self, settings: Settings, ranks: Ranks | None, progress: Progress) -> None:
+        if ranks is None:
+            facts = RankFacts()
+            ranks = Ranks.start(facts, choose_device(facts, settings.device, False))
+        self.settings = settings
+        self.ranks = ranks
+        self.progress = progress
+        self.device = ranks.device
+        self.inventory: Inventory = take_inventory(settings)
+        self._dit: LoadedDit | None = None
+        self._texts, self._images, self._vae = self._modules()
+
+    @property
+    def is_first(self) -> bool:
+        """This rank encodes, decodes and writes."""
+        return self.ranks.is_first
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """A named part of the run, for the table of times and for errors."""
+        with self.progress.stage(name), self.ranks.stage(name):
+            yield
+
+    def encode_texts(self, prompts: Sequence[str]) -> list[Tensor]:
+        """Collective. The rows (E, text_dim) of each prompt, on every rank's device."""
+        rows: list[Tensor | None] = [None] * len(prompts)
+        if self.is_first:
+            with self._texts.use() as encoder:
+                rows = list(encoder.encode(prompts))
+        return [self.ranks.broadcast_tensor(row) for row in rows]
+
+    def encode_image(self, image_3HW: Tensor) -> Tensor:
+        """Collective. CLIP's features (I, image_dim) of the picture."""
+        features: Tensor | None = None
+        if self.is_first:
+            with self._images.use() as encoder:
+                features = encoder.encode(image_3HW)
+        return self.ranks.broadcast_tensor(features)
+
+    def encode_condition(self, frame_3HW: Tensor, frames: int) -> Tensor:
+        """Collective. Mask and latent (20, T, Y, X) of a video that starts with the frame."""
+        condition: Tensor | None = None
+        if self.is_first:
+            with self._vae.use() as vae:
+                condition = conditioning.i2v_condition(vae, frame_3HW, frames)
+        return self.ranks.broadcast_tensor(condition)
+
+    def load_dit(self) -> LoadedDit:
+        """Collective. The DiT, loaded by the first call."""
+        if self._dit is None:
+            self._dit = load_dit(self.settings, self.inventory, self.ranks, self.progress)
+        return self._dit
+
+    @contextmanager
+    def stepping(self, steps: int) -> Iterator[Callable[[], None]]:
+        """Begin and end a pass of `steps` over the weights; yields what to call after each step."""
+        source = self.load_dit().source
+        source.begin_run()
+        try:
+            with self.progress.task("denoise", steps, "step") as task:
+                pace = _Pace(self.device)
+
+                def on_step() -> None:
+                    task.advance(pace.next())
+
+                yield on_step
+                task.advance(pace.last())
+        finally:
+            source.end_run()
+
+    def velocities(
+        self,
+        latent: Tensor,
+        timestep: float,
+        branches: Sequence[Branch],
+        condition: Tensor | None,
+    ) -> list[Tensor]:
+        """Collective. The velocity of each branch."""
+        dit = self.load_dit()
+        return dit.model.velocities(latent, timestep, branches, dit.source, condition)
+
+    def decode(self, latents: Tensor) -> Tensor | None:
+        """Collective. The video (3, F, H, W) in [-1, 1] on the first rank, None elsewhere."""
+        video: Tensor | None = None
+        if self.is_first:
+            with self._vae.use() as vae:
+                calls = vae.decode_calls(latents)
+                with self.progress.task("decode", calls, "it") as task:
+                    video = vae.decode(latents, on_frame=task.advance)
+        self.ranks.barrier()
+        return video
+
+    def describe(self) -> dict[str, Any]:
+        """What ran and what it cost, as JSON values."""
+        facts: dict[str, Any] = {
+            "version": __version__,
+            "torch": torch.__version__,
+            "device": _device_name(self.device),
+            "ranks": self.ranks.world_size,
+            "stage_seconds": {k: round(v, 3) for k, v in self.progress.stage_seconds.items()},
+        }
+        if self.device.type == "cuda":
+            facts["peak_gpu_bytes"] = torch.cuda.max_memory_allocated(self.device)
+        if self._dit is not None:
+            facts |= self._dit.describe()
+        return facts
+
+    def end_request(self) -> None:
+        """Free what only a request needed."""
+        if self.settings.unload_modules:
+            self._close_dit()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def close(self) -> None:
+        """Free everything. Idempotent."""
+        self._close_dit()
+        for module in (self._texts, self._images, self._vae):
+            module.close()
+
+    def _close_dit(self) -> None:
+        dit, self._dit = self._dit, None
+        if dit is not None:
+            dit.close()
+
+    def _modules(self) -> tuple[OnDemand[TextEncoder], OnDemand[ImageEncoder], OnDemand[Vae]]:
+        settings, files = self.settings, self.inventory
+        dtype = ENCODER_DTYPE[self.device.type]
+
+        def text(device: torch.device) -> TextEncoder:
+            return TextEncoder.load(
+                files.t5, files.tokenizer, device=device, dtype=dtype, text_len=files.arch.text_len
+            )
+
+        def image(device: torch.device) -> ImageEncoder:
+            assert files.clip is not None  # encode_image is for i2v, whose inventory has one
+            return ImageEncoder.load(files.clip, device=device, dtype=dtype)
+
+        def vae(device: torch.device) -> Vae:
+            return Vae.load(
+                files.vae,
+                device=device,
+                dtype=torch_dtype(settings.vae_dtype),
+                tiling=settings.use_tiling_vae,
+            )
+
+        unload = settings.unload_modules
+        return (
+            OnDemand(text, self.device, offload=settings.t5_cpu_offload, unload=unload),
+            OnDemand(image, self.device, offload=settings.clip_cpu_offload, unload=unload),
+            OnDemand(vae, self.device, offload=settings.vae_cpu_offload, unload=unload),
+        )
+
+
+class _Pace:
+    """Lets the host run one step ahead of the GPU and no further, so that progress tells the truth.
+
+    A wait for the step before the last never leaves the GPU without work.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._events: list[torch.cuda.Event] = []
+
+    def next(self) -> int:
+        """To be called after a step was enqueued; how many more steps are done now."""
+        if self._device.type != "cuda":
+            return 1
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self._device))
+        self._events.append(event)
+        return self._wait(keep=1)
+
+    def last(self) -> int:
+        """Waits for what is left; how many more steps are done now."""
+        return self._wait(keep=0)
+
+    def _wait(self, keep: int) -> int:
+        done = max(0, len(self._events) - keep)
+        for event in self._events[:done]:
+            event.synchronize()  # type: ignore[no-untyped-call]
+        del self._events[:done]
+        return done
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
