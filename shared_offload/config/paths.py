@@ -7,6 +7,7 @@ A missing file is an error that shows every absolute path that was tried.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
@@ -106,8 +107,10 @@ _TESTS: dict[str, Callable[[Path], bool]] = {
 def _first(key: str, candidates: Iterable[Path], kind: str) -> Path:
     tried = [candidate.absolute() for candidate in candidates]
     for path in tried:
-        if _TESTS[kind](path):
-            return path
+        # A folder that may not be entered, or a name too long, is as good as missing.
+        with suppress(OSError):
+            if _TESTS[kind](path):
+                return path
     listing = ", ".join(map(str, tried))
     raise CheckpointError(
         f"no {kind} for {key}; tried {listing}",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 from shared_offload.config.options import Options
@@ -12,10 +13,10 @@ def check_request(options: Options) -> list[OffloadError]:
     """All that is wrong with the folder and the picture; relative paths are from the cwd."""
     errors: list[OffloadError] = []
     folder = options.model_path.absolute()
-    if not folder.is_dir():
+    if fault := _fault(folder, Path.is_dir, "a folder"):
         errors.append(
             ConfigError(
-                f"model_path {folder} is {'no folder' if folder.exists() else 'missing'}",
+                f"model_path {folder} {fault}",
                 expected="a checkpoint folder",
                 hint=_from_cwd(options.model_path, "--model_path"),
                 key="model_path",
@@ -34,16 +35,27 @@ def _picture(path: Path | None) -> list[OffloadError]:
                 "task i2v has no image_path", hint="give --image_path FILE", key="image_path"
             )
         ]
-    if path.absolute().is_file():
+    fault = _fault(path.absolute(), Path.is_file, "a file")
+    if not fault:
         return []
     return [
         InputError(
-            f"image_path {path.absolute()} is {'no file' if path.exists() else 'missing'}",
+            f"image_path {path.absolute()} {fault}",
             expected="a picture",
             hint=_from_cwd(path, "--image_path"),
             path=str(path.absolute()),
         )
     ]
+
+
+def _fault(path: Path, test: Callable[[Path], bool], kind: str) -> str:
+    """Why this is not what it should be; empty for a path that is."""
+    try:
+        if test(path):
+            return ""
+        return f"is not {kind}" if path.exists() else "does not exist"
+    except OSError as error:
+        return f"cannot be read: {error.strerror}"
 
 
 def _from_cwd(path: Path, flag: str) -> str:
