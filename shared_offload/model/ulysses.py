@@ -23,6 +23,9 @@ from torch.nn import functional as F
 
 Qkv = tuple[Tensor, Tensor, Tensor]
 
+# torch 2.13 renamed it and warns about the old name, which is the only one that 2.11 has.
+_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+
 
 class Exchange(Protocol):
     """Sequence parallelism as the model sees it; every method is collective over `size` ranks."""
@@ -118,7 +121,7 @@ class Ulysses:
         """Collective. One all-gather."""
         x_BLC = x_BLC.contiguous()
         received = x_BLC.new_empty(self.size, *x_BLC.shape)
-        dist.all_gather_into_tensor(received.flatten(0, 1), x_BLC, group=self._group)
+        _all_gather(received.flatten(0, 1), x_BLC, group=self._group)
         return self._join(received, tokens)
 
     def _chunk(self, tokens: int) -> int:
