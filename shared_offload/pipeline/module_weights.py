@@ -48,8 +48,9 @@ def assign(
 
 
 def count_parameters(module: nn.Module) -> int:
-    """Numbers in all weights, tied ones once; scales of FP8 weights are not counted."""
-    return sum(t.numel() for n, t in _storages(module) if not n.endswith(".scale"))
+    """Numbers in all weights, tied ones once; neither scales of FP8 weights nor index tables."""
+    weights = ((n, t) for n, t in _storages(module) if t.is_floating_point())
+    return sum(t.numel() for n, t in weights if not n.endswith(".scale"))
 
 
 def count_bytes(module: nn.Module) -> int:

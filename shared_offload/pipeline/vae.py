@@ -95,17 +95,14 @@ class Vae:
 
     def decode_calls(self, latent_CTYX: Tensor) -> int:
         """How often `decode` calls `on_frame` for this latent."""
-        frames, height, width = latent_CTYX.shape[1:]
+        frames, height, width = (int(n) for n in latent_CTYX.shape[1:])
         model = self._open()
         ratio: int = model.spatial_compression_ratio
-        tile = (model.tile_sample_min_height // ratio, model.tile_sample_min_width // ratio)
-        if not model.use_tiling or (height <= tile[0] and width <= tile[1]):
+        tile: int = model.tile_sample_min_height // ratio
+        stride: int = model.tile_sample_stride_height // ratio
+        if not model.use_tiling or max(height, width) <= tile:
             return frames
-        stride_y, stride_x = (
-            model.tile_sample_stride_height // ratio,
-            model.tile_sample_stride_width // ratio,
-        )
-        return frames * -(-height // stride_y) * -(-width // stride_x)
+        return frames * -(-height // stride) * -(-width // stride)
 
     def close(self) -> None:
         """Free the weights. Idempotent; the VAE cannot be used afterwards."""
