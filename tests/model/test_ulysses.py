@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -26,15 +27,9 @@ def alone() -> dict[Any, Any]:
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Results:
     """What each process saved, by the size of the group."""
     folder = tmp_path_factory.mktemp("ranks")
-    command = [sys.executable, "-W", "error", "-m", "tests.model.ulysses_rank"]
-    children = [
-        subprocess.Popen([*command, str(rank), str(folder)], cwd=ROOT) for rank in range(WORLD)
-    ]
-    try:
-        assert [child.wait(timeout=120) for child in children] == [0] * WORLD
-    finally:
-        for child in children:
-            child.kill()
+    command = [sys.executable, "-W", "error", "-m", "tests.model.ulysses_rank", str(folder)]
+    one_thread = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    subprocess.run(command, cwd=ROOT, env=os.environ | one_thread, check=True, timeout=120)
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(WORLD)]
 
 
