@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from shared_offload.errors import CheckpointError
+from shared_offload.weights.files import bounded_names
 from shared_offload.weights.fp8 import FP8_DTYPE
 
 SCALE_SUFFIX = "_scale"  # after the name of an FP8 weight
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-NAMES_SHOWN = 8
 
 Tensors = Mapping[str, Tensor]
 Check = Callable[[Tensors, Tensors, Tensors], dict[str, str]]
@@ -101,8 +101,7 @@ def _pairs(plain: Tensors, scales: Tensors) -> list[tuple[str, Tensor, Tensor]]:
 
 def _listing(names: Mapping[str, str]) -> str:
     shown = [f"{name} ({found})" if found else name for name, found in sorted(names.items())]
-    more = f" and {len(shown) - NAMES_SHOWN} more" if len(shown) > NAMES_SHOWN else ""
-    return ", ".join(shown[:NAMES_SHOWN]) + more
+    return bounded_names(shown)
 
 
 CHECKS: dict[str, tuple[Check, str]] = {  # kind of fault -> its check, and what is right
