@@ -1,0 +1,296 @@
+"""`shared-offload bench stream`: a DiT step with all weights on the GPU against a streamed one.
+
+Both run in one process, in turns, on the same inputs, after a warm-up of each; figures are medians
+of steps. Invariant: a ratio is printed only beside whether both gave equal bits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any, cast
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from shared_offload.bench.workload import Workload, filled_arena, lay_out
+from shared_offload.errors import ConfigError
+from shared_offload.model.attention import ATTENTION_NAMES, AUTO, select_attention
+from shared_offload.model.block import PHASE_FUNCTIONS, BlockFunction
+from shared_offload.streaming.source import Source, resident_from_host
+from shared_offload.streaming.streamer import StreamedSource
+from shared_offload.synth.sizes import IN_DIM, SIZES, architecture
+from shared_offload.weights.architecture import Architecture, Phase
+from shared_offload.weights.layout import Unit
+
+WARM_UPS = 2  # kernels are chosen and compiled in the first; the second is like all others
+COPIES = 10
+_GB = 1e9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """What is measured."""
+
+    size: str
+    task: str
+    tokens: int
+    share: int
+    granularity: str
+    dtype: str
+    steps: int
+    slots: int
+    attention: str
+    compiled: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """Seconds of each step and bytes; peaks are of the whole step, weights and activations."""
+
+    resident_seconds: list[float]
+    streamed_seconds: list[float]
+    equal: bool
+    plain_copy_gb_per_second: float | None  # None without CUDA
+    streamed_peak_nbytes: int | None
+    resident_peak_nbytes: int | None
+    streamed_weights_nbytes: int
+    resident_weights_nbytes: int
+    stream: dict[str, float | int]
+
+    @property
+    def ratio(self) -> float:
+        """Streamed over resident, medians of steps."""
+        return median(self.streamed_seconds) / median(self.resident_seconds)
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add this benchmark to those of `shared-offload bench`."""
+    parser = subparsers.add_parser(
+        "stream",
+        help="a streamed step against one with all weights on the GPU",
+        description="Measure one denoising step of the DiT (two branches, random weights) with "
+        "resident and with streamed weights, in one run.",
+    )
+    parser.add_argument("--size", choices=tuple(SIZES), default="14b")
+    parser.add_argument("--task", choices=tuple(IN_DIM), default="i2v")
+    parser.add_argument("--tokens", type=int, default=32760, help="default: 480x832, 81 frames")
+    parser.add_argument(
+        "--share",
+        type=_share,
+        default=1,
+        metavar="1/P",
+        help="the work of one of P ranks with sequence parallelism, without communication",
+    )
+    parser.add_argument("--granularity", choices=("block", "phase"), default="block")
+    parser.add_argument("--dtype", choices=("fp8", "bf16"), default="fp8", help="of the weights")
+    parser.add_argument("--steps", type=int, default=3, help="measured of each kind")
+    parser.add_argument("--slots", type=int, default=2)
+    parser.add_argument("--attention", choices=ATTENTION_NAMES, default=AUTO)
+    parser.add_argument("--compile", action="store_true", help="phases through torch.compile")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write all figures here")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure, print the table, write the JSON."""
+    options = Options(
+        size=args.size,
+        task=args.task,
+        tokens=args.tokens,
+        share=args.share,
+        granularity=args.granularity,
+        dtype=args.dtype,
+        steps=max(1, args.steps),
+        slots=args.slots,
+        attention=args.attention,
+        compiled=args.compile,
+    )
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    kernel, warning = select_attention(options.attention, device, torch.bfloat16)
+    if warning:
+        Console(stderr=True).print(warning)
+    result = measure(options, device, kernel.run)
+    Console().print(_table(options, device, kernel.name, result))
+    if args.json:
+        document = {
+            "options": asdict(options),
+            "device": _name(device),
+            "torch": torch.__version__,
+            "attention": kernel.name,
+            "ratio": result.ratio,
+            **asdict(result),
+        }
+        args.json.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+    return 0
+
+
+def measure(
+    options: Options, device: torch.device, attention: Callable[[Tensor, Tensor, Tensor], Tensor]
+) -> Result:
+    """Run the benchmark. Peak memory: one arena on the host, all blocks and slots on the device."""
+    arch = _architecture(options)
+    layout = lay_out(arch, fp8=options.dtype == "fp8")
+    units = layout.units("phase" if options.granularity == "phase" else "block")
+    workload = Workload(
+        arch, device, tokens=options.tokens, share=options.share, attention=attention
+    )
+    with filled_arena(layout, device) as host, _phases(options.compiled):
+        streamed = StreamedSource(units, host, device, slots=options.slots)
+        streamed_peak = _warm_up(workload, streamed, device)
+        resident = resident_from_host(units, host, device)
+        resident_peak = _warm_up(workload, resident, device)
+        plain = _plain_copy(layout.units("block")[0], host, device)
+        streamed.begin_run()
+        times, equal = _in_turns(workload, (resident, streamed), options.steps, device)
+        streamed.end_run()
+        result = Result(
+            resident_seconds=times[0],
+            streamed_seconds=times[1],
+            equal=equal,
+            plain_copy_gb_per_second=plain,
+            streamed_peak_nbytes=streamed_peak,
+            resident_peak_nbytes=resident_peak and resident_peak - streamed.device_nbytes,
+            streamed_weights_nbytes=streamed.device_nbytes,
+            resident_weights_nbytes=resident.device_nbytes,
+            stream=streamed.metrics.summary(),
+        )
+        for source in (streamed, resident):
+            source.close()
+        return result
+
+
+def _architecture(options: Options) -> Architecture:
+    arch = architecture(cast("Any", options.size), cast("Any", options.task))
+    if options.share < 1 or arch.num_heads % options.share:
+        raise ConfigError(
+            f"--share 1/{options.share} cannot split {arch.num_heads} heads",
+            expected=f"a divisor of {arch.num_heads}",
+        )
+    if options.tokens < 1:
+        raise ConfigError(f"--tokens {options.tokens}", expected="1 or more")
+    return arch
+
+
+def _in_turns(
+    workload: Workload, sources: Sequence[Source], steps: int, device: torch.device
+) -> tuple[list[list[float]], bool]:
+    """Seconds of each step by source, and whether all steps of all sources gave equal bits."""
+    times: list[list[float]] = [[] for _ in sources]
+    equal, first = True, None
+    for _ in range(steps):
+        for seconds, source in zip(times, sources, strict=True):
+            _wait(device)
+            begun = time.perf_counter()
+            velocities = workload.step(source)
+            _wait(device)
+            seconds.append(time.perf_counter() - begun)
+            out = torch.stack(list(velocities))
+            first = out if first is None else first
+            equal = equal and bool(out.isfinite().all()) and torch.equal(out, first)
+    return times, equal
+
+
+def _warm_up(workload: Workload, source: Source, device: torch.device) -> int | None:
+    """Peak bytes of device memory in a step that is not the first."""
+    for _ in range(WARM_UPS):
+        _wait(device)
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+        workload.step(source)
+    _wait(device)
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+
+
+def _plain_copy(unit: Unit, host: Tensor, device: torch.device) -> float | None:
+    """GB/s of copying one block over and over, with nothing else to do."""
+    if device.type != "cuda":
+        return None
+    source = host[unit.offset : unit.offset + unit.nbytes]
+    place = torch.empty(unit.nbytes, dtype=torch.uint8, device=device)
+    place.copy_(source, non_blocking=True)
+    _wait(device)
+    begun = time.perf_counter()
+    for _ in range(COPIES):
+        place.copy_(source, non_blocking=True)
+    _wait(device)
+    return COPIES * unit.nbytes / (time.perf_counter() - begun) / _GB
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+@contextmanager
+def _phases(compiled: bool) -> Iterator[None]:
+    """The model's phase functions, compiled while inside."""
+    if not compiled:
+        yield
+        return
+    table = cast("dict[Phase, BlockFunction]", PHASE_FUNCTIONS)
+    plain = dict(table)
+    table.update({phase: torch.compile(f, dynamic=False) for phase, f in plain.items()})
+    try:
+        yield
+    finally:
+        table.update(plain)
+
+
+def _table(options: Options, device: torch.device, kernel: str, result: Result) -> Table:
+    share = "" if options.share == 1 else f", 1/{options.share} of the work"
+    table = Table(
+        title=f"{options.size} {options.task}, {options.dtype}, {options.tokens} tokens{share}, "
+        f"by {options.granularity}, {kernel}{', compiled' if options.compiled else ''}, "
+        f"{_name(device)}"
+    )
+    table.add_column("")
+    table.add_column("resident", justify="right")
+    table.add_column("streamed", justify="right")
+    resident, streamed = median(result.resident_seconds), median(result.streamed_seconds)
+    table.add_row("step, median", f"{resident:.3f} s", f"{streamed:.3f} s ({result.ratio:.3f}x)")
+    table.add_row(
+        "weights on the device",
+        _gigabytes(result.resident_weights_nbytes),
+        _gigabytes(result.streamed_weights_nbytes),
+    )
+    table.add_row(
+        "peak of a step",
+        _gigabytes(result.resident_peak_nbytes),
+        _gigabytes(result.streamed_peak_nbytes),
+    )
+    plain = result.plain_copy_gb_per_second
+    table.add_row("one block over and over", "", "-" if plain is None else f"{plain:.1f} GB/s")
+    copied = float(result.stream["copy_gb_per_second"])
+    against = "" if plain is None else f" ({copied / plain:.3f}x)"
+    table.add_row("speed while copying", "", f"{copied:.1f} GB/s{against}")
+    table.add_row(
+        "compute waited per step", "", f"{1e3 * result.stream['wait_seconds_per_step']:.1f} ms"
+    )
+    table.add_row("copy time hidden", "", f"{result.stream['hidden_copy_share']:.1%}")
+    table.add_row("results equal, bit for bit", "", "yes" if result.equal else "NO")
+    return table
+
+
+def _gigabytes(nbytes: int | None) -> str:
+    return "-" if nbytes is None else f"{nbytes / _GB:.2f} GB"
+
+
+def _name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+
+
+def _share(text: str) -> int:
+    """P of "1/P", or of "1"."""
+    numerator, _, denominator = text.partition("/")
+    if numerator != "1":
+        raise argparse.ArgumentTypeError(f"{text!r} is not 1/P")
+    return int(denominator or 1)
