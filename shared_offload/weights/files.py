@@ -6,7 +6,6 @@ that changes between the moment its header was read and the end of the last read
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -132,11 +131,6 @@ class OpenFiles:
                     offset=offset + done,
                 )
             done += count
-
-    def will_need(self, path: Path, offset: int, nbytes: int) -> None:
-        """Let the kernel start reading a range; on a file system that cannot, nothing happens."""
-        with contextlib.suppress(OSError):
-            os.posix_fadvise(self._descriptors[path], offset, nbytes, os.POSIX_FADV_WILLNEED)
 
     def _open(self, path: Path) -> None:
         try:
