@@ -322,8 +322,11 @@ def test_command_line(folder: Path) -> None:
 def test_request_and_options_are_told_together(folder: Path) -> None:
     with pytest.raises(Problems) as caught:
         load_settings(
-            "--task i2v --model_path nowhere --image_path no.png --use_prompt_enhancer "
-            "--return_result_tensor --last_frame_path x.png --seed -1".split()
+            [
+                *("--task", "i2v", "--model_path", "nowhere", "--image_path", "no.png"),
+                *("--use_prompt_enhancer", "--return_result_tensor"),
+                *("--last_frame_path", "x.png", "--seed", "-1"),
+            ]
         )
     kinds = [(type(e), e.facts.get("key")) for e in caught.value.errors]
     assert kinds == [
