@@ -12,6 +12,8 @@ from shared_offload.errors import InputError
 from shared_offload.model.attention import sdpa
 from shared_offload.model.dit import Branch, Dit, patchify, unpatchify
 from shared_offload.weights.architecture import Architecture
+from shared_offload.weights.layout import build_layout
+from shared_offload.weights.views import views
 from tests.reference import diffusers_dit, tiny_model, wan_dit
 
 CPU = torch.device("cpu")
@@ -40,7 +42,9 @@ class Case:
         self.condition = torch.randn(20, frames, height, width, generator=random) if i2v else None
         self.text = torch.randn(19, arch.text_dim, generator=random)
         self.other_text = torch.randn(3, arch.text_dim, generator=random)
-        self.clip = torch.randn(11, arch.image_dim, generator=random) if i2v else None
+        # Small, so that the norm's 1e-5 shows.
+        clip = 0.01 * torch.randn(11, arch.image_dim, generator=random)
+        self.clip = clip if i2v else None
 
     def dit(self, dtype: torch.dtype = torch.float32) -> Dit:
         return Dit(
@@ -84,6 +88,7 @@ class Case:
             heads=self.arch.num_heads,
             freq_dim=self.arch.freq_dim,
             text_rows=self.arch.text_len,
+            eps=self.arch.eps,
         )
 
     def from_diffusers(self) -> Tensor:
@@ -95,7 +100,9 @@ class Case:
 
 @pytest.fixture(scope="module", params=["t2v", "i2v"])
 def case(request: pytest.FixtureRequest) -> Case:
-    return Case(tiny_model.make_architecture(request.param), frames=3, height=6, width=10)
+    # eps is far above Wan's 1e-6, so that a wrong one shows.
+    arch = tiny_model.make_architecture(request.param, eps=1e-3)
+    return Case(arch, frames=3, height=6, width=10)
 
 
 def test_equals_diffusers(case: Case) -> None:
@@ -147,6 +154,28 @@ def test_phases_equal_blocks_and_every_unit_is_borrowed_once(case: Case) -> None
         [alone] = dit.velocities(case.latent, TIMESTEP, [branch], source, case.condition)
         assert torch.equal(alone, together)
     assert not torch.equal(*results[0])
+
+
+@pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
+def test_reads_what_the_layout_places(case: Case, fp8: bool) -> None:
+    """Through the bytes of an arena, phase by phase, with nothing missing and nothing unused."""
+    source = case.source(torch.bfloat16, fp8=fp8)
+    on_disk = dict.fromkeys(case.blocks[0], "F32")
+    if fp8:
+        on_disk = {n: "F8_E4M3" if t.ndim == 2 else "F32" for n, t in case.blocks[0].items()}
+    units = build_layout(case.arch, on_disk, "BF16").units("phase")
+    placed: list[dict[str, Tensor]] = [{} for _ in case.blocks]
+    for unit, shown in zip(units, case.source(torch.bfloat16, "phase", fp8).units, strict=True):
+        assert (unit.block, unit.phases) == (shown.block, shown.phases)
+        view = views(unit, torch.zeros(unit.nbytes, dtype=torch.uint8))
+        for name, tensor in view.items():
+            original = source.blocks[unit.block][name]
+            assert tensor.dtype == original.dtype
+            tensor.copy_(original)
+        placed[unit.block] |= view
+    assert [set(block) for block in placed] == [set(block) for block in source.blocks]
+    direct = case.run(source, torch.bfloat16)
+    assert torch.equal(direct, case.run(tiny_model.DictSource(placed), torch.bfloat16))
 
 
 def test_inputs_survive_a_step(case: Case) -> None:

@@ -122,7 +122,7 @@ class DictSource:
     """
 
     def __init__(self, blocks: Sequence[Mapping[str, Tensor]], granularity: str = "block") -> None:
-        self._blocks = blocks
+        self.blocks = blocks
         parts = [PHASES] if granularity == "block" else [(phase,) for phase in PHASES]
         numbered = [(block, part) for block in range(len(blocks)) for part in parts]
         self.units = tuple(Unit(i, b, part, 0, 0, ()) for i, (b, part) in enumerate(numbered))
@@ -134,7 +134,7 @@ class DictSource:
         assert not self._open, "a unit was borrowed while another one was"
         self._open = True
         self.borrowed.append(unit.index)
-        weights = {n: t for n, t in self._blocks[unit.block].items() if _phase(n) in unit.phases}
+        weights = {n: t for n, t in self.blocks[unit.block].items() if _phase(n) in unit.phases}
         yield weights
         weights.clear()
         self._open = False
