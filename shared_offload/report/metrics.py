@@ -54,8 +54,12 @@ class StepMetrics:
 
 @dataclass(slots=True)
 class StreamMetrics:
-    """All steps of one run, as read so far."""
+    """All steps of one run, as read so far.
 
+    `started` is when the run began, in seconds since the epoch by the host's clock.
+    """
+
+    started: float = 0.0
     units: list[list[UnitTimes]] = field(default_factory=list)  # one list a step that was read
     steps: list[StepMetrics] = field(default_factory=list)
     unread_steps: int = 0

@@ -21,7 +21,7 @@ Event = dict[str, object]  # JSON; see the Trace Event Format, phases "X" and "M
 def trace_events(
     steps: Iterable[Iterable[UnitTimes]], *, rank: int = 0, start: float = 0.0
 ) -> list[Event]:
-    """The events of one rank; `start` is when its run began, in seconds on a clock all ranks share.
+    """The events of one rank; `start` is when its run began, `StreamMetrics.started`.
 
     They are plain JSON values, so that ranks can send them to the one that writes the file.
     """

@@ -102,7 +102,10 @@ class HostMark:
 
 
 class HostEngine:
-    """Without CUDA: both queues are the calling thread, so whatever is enqueued has happened."""
+    """Without CUDA: both queues are the calling thread, so whatever is enqueued has happened.
+
+    Copies hide behind nothing here: they happen between uses, where no compute waits for them.
+    """
 
     def mark(self) -> HostMark:
         return HostMark()

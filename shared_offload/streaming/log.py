@@ -7,6 +7,7 @@ unread, and its times are lost, not its order: waits keep what they were given.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Generic
 
@@ -50,7 +51,7 @@ class UseLog(Generic[Mark]):
         """Start counting uses and time from here."""
         self._engine.record(self._origin, "compute")
         self._next = 0
-        self.metrics = StreamMetrics()
+        self.metrics = StreamMetrics(started=time.time())
 
     def marks(self, use: int) -> UseMarks[Mark]:
         """The marks of the given use, perhaps recorded before for one long past."""

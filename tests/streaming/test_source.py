@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from shared_offload.errors import StreamError
+from shared_offload.memory.arena import create
 from shared_offload.streaming.source import ResidentSource, load_resident, resident_from_host
 from shared_offload.streaming.streamer import StreamedSource
 
@@ -95,6 +96,26 @@ def test_load_resident_reads_each_unit_through_one_buffer(case, reading) -> None
     assert reading(source, None, 1) == reading(make("resident", case), None, 1)
     with pytest.raises(StreamError, match="staging"):
         load_resident(units, CPU, read_unit, staging=torch.empty(5, dtype=torch.uint8))
+
+
+@pytest.mark.parametrize("kind", ["resident", "streamed"])
+def test_a_closed_source_lets_go_of_the_arena(kind: str, case) -> None:
+    _, mapping = create(case.layout.arena_nbytes, "test")
+    host = torch.frombuffer(mapping.view(), dtype=torch.uint8)
+    host.copy_(case.arena)
+    units = case.layout.units("block")
+    source = (
+        resident_from_host(units, host, CPU)
+        if kind == "resident"
+        else StreamedSource(units, host, CPU, resident_blocks=2)
+    )
+    with source.borrow(units[0]):
+        pass
+    mapping.release()
+    del host
+    assert mapping.attached == (kind == "streamed")
+    source.close()
+    assert not mapping.attached
 
 
 def test_buffer_of_the_wrong_size(case) -> None:

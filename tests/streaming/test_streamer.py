@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
+import time
 
 import pytest
 import torch
@@ -85,7 +86,6 @@ def test_the_host_never_waits_inside_a_step(case, engine, reading, expected) -> 
     source = StreamedSource(case.layout.units("phase"), case.arena, CPU, engine=queues)
     source.begin_run()
     queues.gate.clear()
-    results: list[int] = []
     original = queues.drain
     queues.drain = lambda: queues.gate.set()  # reading() drains at its end: only then let them run
     results = reading(source, queues, 6)
@@ -93,6 +93,7 @@ def test_the_host_never_waits_inside_a_step(case, engine, reading, expected) -> 
     queues.drain()
     assert results == [expected] * 6
     source.end_run()
+    assert abs(source.metrics.started - time.time()) < 60
     # Marks of four passes are kept; what came round again before it was reached is not guessed.
     assert source.metrics.unread_steps > 0
     assert source.metrics.unread_steps + len(source.metrics.steps) == 6
