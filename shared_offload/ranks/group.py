@@ -78,8 +78,11 @@ class Ranks:
             raise wrong_world(facts.world_size, seq_p_size, cfg_p_size)
         board = watch.board if watch else open_board(facts)
         board.timeout = timeout
-        members = board.gather(member_facts(facts.rank, pci_id(device)).to_json())
-        ranks = cls(facts, device, board, [Member(**fields) for fields in members], watch)
+        gathered = board.gather(member_facts(facts.rank, pci_id(device)).to_json())
+        members = [Member(**fields) for fields in gathered]
+        if watch:
+            watch.meet(members)
+        ranks = cls(facts, device, board, members, watch)
         ranks.seq_p_size, ranks.cfg_p_size = seq_p_size, cfg_p_size
         if facts.world_size > 1:
             ranks._make_groups(timedelta(seconds=timeout))

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Iterable
 
 from torch.distributed.distributed_c10d import Store
 
@@ -34,6 +35,7 @@ class Peers:
         self._members: dict[int, Member] = {me.rank: me}
         self._stages: dict[int, str] = {}
         self._beats: dict[int, tuple[int, float]] = {}
+        self._below: set[int] = set()
         self._count = 0
         store.set(f"member/{me.rank}", json.dumps(me.to_json()))
 
@@ -63,6 +65,20 @@ class Peers:
                 self._stages[rank] = stage
                 if self._beats.get(rank, (0, 0.0))[0] != count:
                     self._beats[rank] = (count, time.monotonic())
+        self._look_below()
+
+    def meet(self, members: Iterable[Member]) -> None:
+        """Take in who the others are, which they have told each other."""
+        self._members |= {member.rank: member for member in members}
+        self._look_below()
+
+    def complete(self) -> bool:
+        """All members are known."""
+        return len(self._members) == self._facts.world_size
+
+    def _look_below(self) -> None:
+        below = [m for rank, m in self._members.items() if rank < self._me.rank]
+        self._below = {m.rank for m in below if self._me.sees(m) and alive(m)}
 
     def published(self) -> Failure | None:
         """The run's failure, if there is one."""
@@ -99,10 +115,17 @@ class Peers:
         """No rank below this one is alive, as far as this rank can tell."""
         return all(self.gone(rank) for rank in range(self._me.rank))
 
-    def lowest_here(self) -> bool:
-        """No rank below this one that is seen here is alive; needs no store."""
-        below = [m for rank, m in self._members.items() if rank < self._me.rank]
-        return not any(self._me.sees(member) and alive(member) for member in below)
+    def lowest_here(self, without: int) -> bool:
+        """When last looked at, no rank below this one was alive here but `without`. Needs no store.
+
+        By now a rank below may have ended for the same reason, after printing it.
+        """
+        return not self._below - {without}
+
+    def others_gone(self) -> bool:
+        """No other rank that is seen here is alive."""
+        others = [m for rank, m in self._members.items() if rank != self._me.rank]
+        return not any(self._me.sees(member) and alive(member) for member in others)
 
     def printed(self) -> bool:
         """Some rank has taken on printing the failure."""

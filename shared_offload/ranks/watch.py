@@ -18,17 +18,18 @@ import sys
 import threading
 import time
 from _thread import interrupt_main
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import FrameType
 
 from torch.distributed.distributed_c10d import PrefixStore
 
 from shared_offload.ranks.board import connect, open_board
-from shared_offload.ranks.facts import RankFacts, member_facts
+from shared_offload.ranks.facts import Member, RankFacts, member_facts
 from shared_offload.ranks.failure import Failure, of_exception, of_launcher, of_signal
 from shared_offload.ranks.peers import Peers
 
 POLL_SECONDS = 0.5
+FIRST_SECONDS = 0.05  # between looks until all members are known
 PRINT_SECONDS = 1.5  # how long a rank leaves the printing to a lower one
 END_SECONDS = 2.5
 CLEANUP_SECONDS = 1.0
@@ -58,6 +59,7 @@ class Watch:
         self._found = threading.Event()
         self._left = threading.Event()
         self._raised = False
+        self._hosts = facts.rank == 0 and not facts.agent_store
         self._finished = False
         self._store_lost = False
         self._stopping = False
@@ -87,6 +89,10 @@ class Watch:
         """
         self._cleanups.append(cleanup)
         return lambda: self._cleanups.remove(cleanup) if cleanup in self._cleanups else None
+
+    def meet(self, members: Iterable[Member]) -> None:
+        """Take in who the other ranks are, before the thread has found out."""
+        self._peers.meet(members)
 
     def _enter(self, stage: str) -> None:
         self._stage = stage
@@ -119,8 +125,7 @@ class Watch:
         with contextlib.suppress(RuntimeError):  # the watch thread sees to a lost store
             self._peers.leave()
             self._finished = True
-            hosts = self.facts.rank == 0 and not self.facts.agent_store
-            while hosts and not self._peers.all_left():
+            while self._hosts and not self._peers.all_left():
                 time.sleep(0.05)
 
     def fail(self, error: BaseException) -> Failure:
@@ -163,7 +168,8 @@ class Watch:
 
     def _run(self) -> None:
         while not self._stopping:
-            ready, _, _ = select.select([self._wake_read], [], [], POLL_SECONDS)
+            pause = POLL_SECONDS if self._peers.complete() else FIRST_SECONDS
+            ready, _, _ = select.select([self._wake_read], [], [], pause)
             came = os.read(self._wake_read, 64) if ready else b""
             failure = None if self._stopping else self._look(came)
             if failure is not None:
@@ -232,7 +238,7 @@ class Watch:
         deadline = time.monotonic() + PRINT_SECONDS
         try:
             if self._store_lost:  # ranks cannot agree: the lowest one seen here prints
-                prints = self._peers.lowest_here()
+                prints = self._lowest(failure)
             else:
                 self._peers.acknowledge()
                 while not (self._peers.printed() or self._peers.first_alive()):
@@ -242,18 +248,25 @@ class Watch:
                 prints = self._peers.claim_printing()
         except RuntimeError:
             self._store_lost = True
-            prints = self._peers.lowest_here()
+            prints = self._lowest(failure)
         if prints:
             write(failure.text(self.facts.world_size))
 
+    def _lowest(self, failure: Failure) -> bool:
+        ended = failure.rank if failure.lost and failure.rank != self.facts.rank else -1
+        return self._peers.lowest_here(without=ended)
+
     def _settled(self) -> bool:
         """The main thread has unwound, and the other ranks know."""
+        if not self._left.is_set() or self._store_lost or self.facts.world_size == 1:
+            return self._left.is_set()
+        if self._hosts:
+            return self._peers.others_gone()
         try:
-            # Without a store, ranks above this one must find it alive, or they print as well.
-            return self._left.is_set() and not self._store_lost and self._peers.all_acknowledged()
+            return self._peers.all_acknowledged()
         except RuntimeError:
             self._store_lost = True
-            return False
+            return True
 
     def _run_cleanups(self) -> None:
         def run() -> None:

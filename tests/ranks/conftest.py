@@ -36,7 +36,9 @@ class Run:
             self.processes = [self._start("launcher", launch, environment)]
         else:
             port = str(free_port())
-XX
+            self.processes = [
+                self._start(str(r), [], self._rank(environment, r, port)) for r in range(world)
+            ]
 
     def _rank(self, environment: dict[str, str], rank: int, port: str) -> dict[str, str]:
         mine = {"RANK": rank, "LOCAL_RANK": rank}

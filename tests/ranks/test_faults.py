@@ -19,7 +19,7 @@ def test_without_a_fault_all_ranks_return(driver):
     assert run.stderr() == ""
 
 
-@pytest.mark.parametrize("who", [0, 1, 2])
+@pytest.mark.parametrize("who", [0, pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_killed_rank_ends_all(driver, who):
     # Rank 0 hosts the store here, so killing it also takes the means of telling each other.
     run = driver("kill", who)
@@ -47,7 +47,7 @@ def test_a_rank_killed_before_the_groups_exist(driver):
     ("what", "stage", "text"),
     [
         ("raise", "load", "CheckpointError: the file is short\nhint: fetch it again\n"),
-        ("raise late", "decode", "CheckpointError: late\n"),
+        pytest.param("raise late", "decode", "CheckpointError: late\n", marks=pytest.mark.slow),
         ("oom", "load", "RankError: out of GPU memory: CUDA out of memory."),
         ("bug", "load", "Traceback (most recent call last)"),
     ],
@@ -57,7 +57,7 @@ def test_an_error_of_one_rank_ends_all(driver, what, stage, text):
     assert run.end(START) == [1, 1, 1]
     assert run.stderr().count(text) == 1, run.stderr()
     assert run.stderr().count(f"in rank 1 of 3, stage {stage}\n") == 1
-    assert run.stderr().count("Error:") == (3 if what == "bug" else 1) or what == "oom"
+    assert run.stderr().count("\nin rank") == 1
     for rank in range(3):
         assert (run.folder / f"unwound{rank}").exists(), "with and finally blocks did not run"
 
