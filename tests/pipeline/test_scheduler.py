@@ -136,6 +136,7 @@ def test_numbers_that_make_no_grid(change: dict[str, object], key: str) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")  # says that it is a prototype
 def test_no_step_waits_for_the_device() -> None:
     scheduler = make_scheduler(steps=6, shift=5.0, distilled_steps=None, device="cuda")
     on_host = unipc(6, 5.0)
