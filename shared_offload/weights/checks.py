@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sized
 from pathlib import Path
 
 from shared_offload.errors import CheckpointError
@@ -165,7 +165,7 @@ def name_problems(
     if missing:
         problems.append(
             CheckpointError(
-                f"{path} lacks {len(missing)} tensors: {_grouped(missing, expected)}",
+                f"{path} lacks {_count(missing)}: {_grouped(missing, expected)}",
                 expected="all tensors that config.json implies",
                 hint="download the missing files again; num_layers of config.json must fit",
                 path=str(path),
@@ -177,8 +177,7 @@ def name_problems(
     if unexpected:
         problems.append(
             CheckpointError(
-                f"{path} has {len(unexpected)} unexpected tensors: "
-                f"{_grouped(unexpected, expected)}",
+                f"{path} has {_count(unexpected, 'unexpected ')}: {_grouped(unexpected, expected)}",
                 expected="only tensors that config.json implies",
                 hint="only Wan 2.1 t2v and i2v models are supported; check config.json",
                 path=str(entries[unexpected[0]].path),
@@ -202,7 +201,7 @@ def shape_problems(
     first = wrong[0]
     return [
         CheckpointError(
-            f"{len(wrong)} tensors have a wrong shape; {first.name} in {first.path} is "
+            f"wrong shape of {_count(wrong)}: {first.name} in {first.path} is "
             f"{list(first.shape)}" + _others(wrong),
             expected=f"{list(expected[first.name])} by config.json",
             hint="only one scale per output row is supported; " + _CONVERT if scale else hint,
@@ -222,7 +221,7 @@ def dtype_problems(entries: Entries, *, quantised: bool) -> list[CheckpointError
         first = wrong[0]
         return [
             CheckpointError(
-                f"{len(wrong)} tensors have a wrong dtype; {first.name} in {first.path} is "
+                f"wrong dtype of {_count(wrong)}: {first.name} in {first.path} is "
                 f"{first.dtype}" + _others(wrong),
                 expected=" or ".join(_allowed(first, quantised=quantised)),
                 hint="official files are F32, BF16 or F16; " + _CONVERT,
@@ -264,9 +263,13 @@ def _block_problems(entries: Entries) -> list[CheckpointError]:
     return []
 
 
+def _count(tensors: Sized, kind: str = "") -> str:
+    return f"{len(tensors)} {kind}tensor{'s' if len(tensors) > 1 else ''}"
+
+
 def _others(wrong: list[TensorEntry]) -> str:
     rest = [entry.name for entry in wrong[1:]]
-    return f"; so do {bounded_names(rest)}" if rest else ""
+    return f"; also {bounded_names(rest)}" if rest else ""
 
 
 def _grouped(names: list[str], expected: Collection[str]) -> str:
