@@ -139,7 +139,7 @@ class Pipeline:
             latents = denoise(noise.to(runner.device), scheduler, predict, on_step)
         with stage("decode"):
             video_3FHW = runner.decode(latents)
-        frames = None if video_3FHW is None else to_uint8(video_3FHW)
+        frames = None if video_3FHW is None else to_uint8(video_3FHW.permute(1, 2, 3, 0))
         metadata = {**request.describe(settings), **runner.describe()}
         if frames is not None and request.save_path is not None:
             with stage("write video"):

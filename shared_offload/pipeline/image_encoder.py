@@ -108,6 +108,10 @@ class ImageEncoder:
         ).last_hidden_state
         return features_1ID[0]
 
+    def move(self, device: torch.device) -> None:
+        """Put the weights on a device."""
+        module_weights.move(self._model, device)
+
     def close(self) -> None:
         """Free the weights. Idempotent; `encode` cannot be called afterwards."""
         self._model = None

@@ -47,6 +47,16 @@ def assign(
     module.requires_grad_(False).eval()
 
 
+def move(module: nn.Module, device: torch.device) -> None:
+    """Put all weights on `device`; weights that share memory (tied ones) still do afterwards."""
+    moved: dict[tuple[int, int], Tensor] = {}
+    for tensor in (*module.parameters(), *module.buffers()):
+        place = (tensor.data_ptr(), tensor.nbytes)
+        if place not in moved:
+            moved[place] = tensor.data.to(device)
+        tensor.data = moved[place]
+
+
 def count_parameters(module: nn.Module) -> int:
     """Numbers in all weights, tied ones once; neither scales of FP8 weights nor index tables."""
     weights = ((n, t) for n, t in _storages(module) if t.is_floating_point())

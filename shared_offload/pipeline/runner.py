@@ -214,7 +214,7 @@ class _Pace:
     def _wait(self, keep: int) -> int:
         done = max(0, len(self._events) - keep)
         for event in self._events[:done]:
-            event.synchronize()  # type: ignore[no-untyped-call]
+            event.synchronize()
         del self._events[:done]
         return done
 

@@ -131,8 +131,9 @@ class _HostUniPC(UniPCMultistepScheduler):  # type: ignore[misc]  # diffusers ha
 
     diffusers copies each sigma to the sample's device (a blocking copy) and solves a 2x2 system
     there (torch.linalg.solve waits for its status): 2 to 7 waits a step, counted on CUDA with
-    torch.cuda.set_sync_debug_mode. The coefficients depend on sigmas alone. As 0-dim fp32 host tensors they are kernel arguments, and the arithmetic
-    is the same, in the same order. Maths: https://arxiv.org/abs/2302.04867, section 3.
+    torch.cuda.set_sync_debug_mode. The coefficients depend on sigmas alone. As 0-dim fp32 host
+    tensors they are kernel arguments, and the arithmetic is the same, in the same order. Maths:
+    https://arxiv.org/abs/2302.04867, section 3.
     """
 
     sigmas: Tensor  # one more than there are steps, on the host

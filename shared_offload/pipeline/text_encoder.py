@@ -82,6 +82,10 @@ class TextEncoder:
         """One (E, D) tensor for each prompt; E is at most `text_len`, an empty prompt has 1 row."""
         return [self._encode_one(prompt) for prompt in prompts]
 
+    def move(self, device: torch.device) -> None:
+        """Put the weights on a device."""
+        module_weights.move(self._model, device)
+
     def close(self) -> None:
         """Free the weights. Idempotent; `encode` cannot be called afterwards."""
         self._model = None

@@ -3,6 +3,9 @@
 Invariant: latents that leave and enter are normalised with Wan's mean and deviation, the
 deterministic mode is used, and videos and latents are fp32 whatever the VAE computes in. Shape
 letters: C channels, T latent frames, Y X latent height and width, F frames, H W pixels.
+
+Frames pass one latent frame at a time, so memory depends on the size of a frame and not on their
+number. Error and cost by dtype: docs/performance.md.
 """
 
 from __future__ import annotations
@@ -71,7 +74,11 @@ class Vae:
     def encode(self, video_3FHW: Tensor) -> Tensor:
         """Normalised latent (16, T, Y, X) fp32 of a video in [-1, 1] with F = 4n + 1 frames."""
         video = video_3FHW[None].to(self.device, self.dtype)
-        mode_CTYX = self._open().encode(video).latent_dist.mode()[0].float()
+        model = self._open()
+        try:
+            mode_CTYX = model.encode(video).latent_dist.mode()[0].float()
+        finally:
+            model.clear_cache()  # a failed pass would keep its features, gigabytes of them
         latent_CTYX: Tensor = (mode_CTYX - self._mean) / self._std
         return latent_CTYX
 
@@ -88,7 +95,7 @@ class Vae:
         try:
             video_3FHW: Tensor = model.decode(latent[None].to(self.dtype)).sample[0]
         finally:
-            model.clear_cache()  # a failed decode would keep its features, gigabytes of them
+            model.clear_cache()
             if watch:
                 watch.remove()
         return video_3FHW.float()
@@ -103,6 +110,12 @@ class Vae:
         if not model.use_tiling or max(height, width) <= tile:
             return frames
         return frames * -(-height // stride) * -(-width // stride)
+
+    def move(self, device: torch.device) -> None:
+        """Put the weights on a device."""
+        module_weights.move(self._open(), device)
+        self.device = device
+        self._mean, self._std = self._mean.to(device), self._std.to(device)
 
     def close(self) -> None:
         """Free the weights. Idempotent; the VAE cannot be used afterwards."""
