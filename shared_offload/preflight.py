@@ -96,7 +96,7 @@ class Preflight:
             errors += check_heads(self.heads, self.seq_p_size, visible)
         errors += merge_errors(reports)
         errors += check_files(reports)
-        if self.device != "cpu" and (visible or self.device == "cuda"):
+        if self.device == "cuda" or any(report.visible for report in reports):
             count_errors, notes = check_gpu_count(reports, self.allow_shared_gpu)
             errors += count_errors
             self.warnings += notes + check_gpu_kinds(reports)
