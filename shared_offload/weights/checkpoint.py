@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -93,11 +93,19 @@ def open_checkpoint(path: Path, arch: Architecture, *, quantised: bool, task: st
     problems += _content_problems(path, arch, entries, _told(found, headers, diffusers))
     stamps = {header.path: header.stamp for header in headers.values()}
     whole = {header.path for header in headers.values() if not header.problems}
-    scales = [e for n, e in entries.items() if n.endswith(SCALE) and e.path in whole]
-    problems += scale_problems(scales, stamps)
+    problems += scale_problems(_readable_scales(arch, entries, whole), stamps)
     raise_all(problems)
     kind: Kind = "diffusers" if diffusers else "fp8" if quantised else "official"
     return Checkpoint(arch, entries, quantised, stamps, kind)
+
+
+def _readable_scales(
+    arch: Architecture, entries: Mapping[str, TensorEntry], whole: Container[Path]
+) -> list[TensorEntry]:
+    """Scales of the right shape (so no larger than expected) in files that are not damaged."""
+    shapes = {(arch.dim, 1), (arch.ffn_dim, 1)}
+    scales = (entry for name, entry in entries.items() if name.endswith(SCALE))
+    return [entry for entry in scales if entry.shape in shapes and entry.path in whole]
 
 
 def _read_headers(found: FileSet, problems: list[CheckpointError]) -> dict[Path, Header]:

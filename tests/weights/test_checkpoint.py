@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import struct
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from shared_offload.errors import CheckpointError, Problems, from_json
 from shared_offload.weights.checkpoint import open_checkpoint
+from shared_offload.weights.names import to_diffusers
 from shared_offload.weights.verify import content_fingerprint
 
 INDEX = "diffusion_pytorch_model.safetensors.index.json"
@@ -334,3 +336,45 @@ def test_everything_is_told_at_once(
     for part in parts:
         assert part in told
     assert len(errors) == 8
+
+
+def test_fp8_under_diffusers_names(
+    tmp_path, small_arch, random_tensors, to_fp8, write_checkpoint
+) -> None:
+    arch = small_arch("i2v")
+    tensors = to_fp8(random_tensors(arch), torch.float32, torch.bfloat16)
+    renamed = {str(to_diffusers(name)): tensor for name, tensor in tensors.items()}
+    folder = write_checkpoint(tmp_path / "wan", renamed, "shards")
+    checkpoint = open_checkpoint(folder, arch, quantised=True, task="i2v")
+    assert checkpoint.kind == "diffusers" and set(checkpoint.entries) == set(tensors)
+    (folder / SHARD_2).unlink()  # its tensors are not said to be missing, under either name
+    (error,) = problems(folder, arch, quantised=True)
+    assert error.facts["path"] == str(folder / SHARD_2)
+
+
+def test_random_damage_gives_a_checkpoint_or_problems(
+    tmp_path, small_arch, random_tensors, to_fp8, write_checkpoint
+) -> None:
+    arch = small_arch(num_layers=1)
+    tensors = to_fp8(random_tensors(arch), torch.float32, torch.float32)
+    folder = write_checkpoint(tmp_path / "wan", tensors, "blocks+index")
+    wholes = {path: path.read_bytes() for path in folder.iterdir()}
+    rng = random.Random(7)
+    outcomes = {"opened": 0, "refused": 0}
+    for _ in range(300):
+        path = rng.choice(list(wholes))
+        data = bytearray(wholes[path])
+        for _ in range(rng.randint(1, 3)):
+            place = rng.randrange(min(len(data), 4000))
+            replacement = rng.choice([b"9", b"blocks.0", b"{", b"I8", b"\x00", bytes(8)])
+            data[place : place + rng.choice([0, 1, len(replacement)])] = replacement
+        path.write_bytes(data)
+        try:
+            open_checkpoint(folder, arch, quantised=True, task="t2v")
+            outcomes["opened"] += 1
+        except (CheckpointError, Problems) as error:
+            from_json(error.to_json())
+            outcomes["refused"] += 1
+        path.write_bytes(wholes[path])
+    assert outcomes["refused"] > 200, outcomes
+    assert open_checkpoint(folder, arch, quantised=True, task="t2v")
