@@ -43,8 +43,8 @@ def assign(
         if key not in moved:
             moved[key] = tensor.to(device, dtype)
         plain[name] = moved[key]
-    module.load_state_dict(plain, strict=True, assign=True)
     module.requires_grad_(False).eval()
+    module.load_state_dict(plain, strict=True, assign=True)
 
 
 def move(module: nn.Module, device: torch.device) -> None:

@@ -261,6 +261,14 @@ def test_overflow_is_an_error_and_not_a_black_video(
         load(tmp_path / "t5.pth", tokenizer_path, torch.float16).encode(PROMPTS)
 
 
+def test_loads_inside_inference_mode_and_works_outside(wan_file, tokenizer_path) -> None:
+    with torch.inference_mode():
+        encoder = load(wan_file, tokenizer_path, torch.bfloat16)
+    assert not any(p.requires_grad for p in encoder._model.parameters())
+    assert not encoder._model.training  # dropout would make two calls differ
+    assert torch.equal(encoder.encode(PROMPTS)[0], encoder.encode(PROMPTS[:1])[0])
+
+
 def test_close_is_idempotent(wan_file, tokenizer_path) -> None:
     encoder = load(wan_file, tokenizer_path)
     encoder.close()
