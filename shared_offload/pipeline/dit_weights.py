@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,16 +10,19 @@ import torch
 from torch import Tensor
 
 from shared_offload.config import Settings
-from shared_offload.model.attention import select_attention
+from shared_offload.memory.lifecycle import HostArena
+from shared_offload.model.attention import Attention, select_attention
 from shared_offload.model.dit import Dit
-from shared_offload.model.ulysses import SINGLE, Exchange, Ulysses
+from shared_offload.model.ulysses import SINGLE, Ulysses
+from shared_offload.pipeline.arena_blocks import open_blocks
 from shared_offload.pipeline.inventory import Inventory, torch_dtype
 from shared_offload.ranks.group import Ranks
 from shared_offload.report.progress import Progress
 from shared_offload.streaming.source import Source, load_resident
 from shared_offload.weights.architecture import non_block_shapes
 from shared_offload.weights.cast import read_tensors, read_unit
-from shared_offload.weights.layout import BlockLayout, Unit
+from shared_offload.weights.checkpoint import Checkpoint
+from shared_offload.weights.layout import Unit
 
 READ_THREADS = 8
 
@@ -30,67 +34,80 @@ class LoadedDit:
     model: Dit
     source: Source
     attention: str
+    arena: HostArena | None
 
     def describe(self) -> dict[str, Any]:
         """What runs and what streaming cost, as JSON values."""
         facts: dict[str, Any] = {"attention": self.attention}
+        if self.arena is not None:
+            facts["arenas"] = [report.row() for report in self.arena.reports()]
         if streaming := self.source.metrics.summary():
             facts["streaming"] = streaming
         return facts
 
     def close(self) -> None:
         """Free the blocks. Idempotent."""
-        self.source.close()
+        try:
+            self.source.close()
+        finally:
+            if self.arena is not None:
+                self.arena.close()
 
 
 def load_dit(
-    settings: Settings, inventory: Inventory, ranks: Ranks, progress: Progress
+    settings: Settings, inventory: Inventory, ranks: Ranks, progress: Progress, *, name: str
 ) -> LoadedDit:
-    """Collective. Load all weights of the DiT."""
+    """Collective. Load all weights of the DiT; `name` is new for every call in a run."""
     dtype = torch_dtype(settings.dtype)
-    kernels = [
-        select_attention(name, ranks.device, dtype)
-        for name in (settings.self_attn_1_type, settings.cross_attn_1_type)
-    ]
-    for warning in dict.fromkeys(warning for _, warning in kernels if warning):
-        progress.warn(warning)
-    (self_attention, _), (cross_attention, _) = kernels
-    names = f"{self_attention.name} (self), {cross_attention.name} (cross)"
+    attention, cross_attention = _kernels(settings, ranks, progress)
+    names = f"{attention.name} (self), {cross_attention.name} (cross)"
     progress.note(f"attention: {names}; device: {ranks.device}; dtype: {settings.dtype}")
     checkpoint = inventory.checkpoint
-    source = _blocks(
-        settings, inventory, checkpoint.layout(settings.compute_dtype), ranks, progress
-    )
-    exchange: Exchange = SINGLE if ranks.seq_group is None else Ulysses(ranks.seq_group)
     model = Dit(
         inventory.arch,
         read_tensors(checkpoint, non_block_shapes(inventory.arch)),
         dtype=dtype,
         device=ranks.device,
-        self_attention=self_attention.run,
+        self_attention=attention.run,
         cross_attention=cross_attention.run,
-        exchange=exchange,
+        exchange=SINGLE if ranks.seq_group is None else Ulysses(ranks.seq_group),
     )
-    return LoadedDit(model, source, names)
-
-
-def _blocks(
-    settings: Settings,
-    inventory: Inventory,
-    layout: BlockLayout,
-    ranks: Ranks,
-    progress: Progress,
-) -> Source:
-    units = layout.units("block")
     threads = settings.load_threads or READ_THREADS
-    with progress.task("load blocks", sum(u.nbytes for u in units), "B") as task:
+    if settings.cpu_offload:
+        source, arena = open_blocks(
+            settings, checkpoint, ranks, progress, name=name, threads=threads
+        )
+        return LoadedDit(model, source, names, arena)
+    units = checkpoint.layout(settings.compute_dtype).units("block")
+    return LoadedDit(
+        model, _resident(units, checkpoint, ranks.device, progress, threads), names, None
+    )
+
+
+def _kernels(settings: Settings, ranks: Ranks, progress: Progress) -> tuple[Attention, Attention]:
+    """Self- and cross-attention; what was asked for and does not run here is told once."""
+    dtype = torch_dtype(settings.dtype)
+    requested = (settings.self_attn_1_type, settings.cross_attn_1_type)
+    chosen = [select_attention(name, ranks.device, dtype) for name in requested]
+    for warning in dict.fromkeys(warning for _, warning in chosen if warning):
+        progress.warn(warning)
+    return chosen[0][0], chosen[1][0]
+
+
+def _resident(
+    units: Sequence[Unit],
+    checkpoint: Checkpoint,
+    device: torch.device,
+    progress: Progress,
+    threads: int,
+) -> Source:
+    """All blocks on the device, read through one staging buffer (pinned where that helps)."""
+    with progress.task("read blocks", sum(u.nbytes for u in units), "B") as task:
 
         def read(unit: Unit, place: Tensor) -> None:
-            read_unit(inventory.checkpoint, unit, place, threads=threads)
+            read_unit(checkpoint, unit, place, threads=threads)
             task.advance(unit.nbytes)
 
-        staging = None
-        if ranks.device.type == "cuda":
-            largest = max(unit.nbytes for unit in units)
-            staging = torch.empty(largest, dtype=torch.uint8, pin_memory=True)
-        return load_resident(units, ranks.device, read, staging=staging)
+        nbytes = max(unit.nbytes for unit in units)
+        staging = torch.empty(nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+        return load_resident(units, device, read, staging=staging)

@@ -44,6 +44,7 @@ class Runner:
         self.device = ranks.device
         self.inventory: Inventory = take_inventory(settings)
         self._dit: LoadedDit | None = None
+        self._loads = 0
         self._texts, self._images, self._vae = self._modules()
 
     @property
@@ -84,7 +85,10 @@ class Runner:
     def load_dit(self) -> LoadedDit:
         """Collective. The DiT, loaded by the first call."""
         if self._dit is None:
-            self._dit = load_dit(self.settings, self.inventory, self.ranks, self.progress)
+            self._loads += 1
+            self._dit = load_dit(
+                self.settings, self.inventory, self.ranks, self.progress, name=f"dit {self._loads}"
+            )
         return self._dit
 
     @contextmanager

@@ -1,0 +1,151 @@
+"""Blocks that live in host memory: the arena that a run asks for, filled from its checkpoint."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import NamedTuple
+
+from shared_offload.config import Settings
+from shared_offload.memory import numa
+from shared_offload.memory.board import StoreBoard
+from shared_offload.memory.domain import Scope
+from shared_offload.memory.lifecycle import HostArena, open_arena
+from shared_offload.memory.pinning import CudaRegistrar
+from shared_offload.memory.request import ArenaRequest, Fill, Party, Stage
+from shared_offload.memory.tensor import as_tensor
+from shared_offload.ranks.group import Ranks
+from shared_offload.report.progress import Progress, Task
+from shared_offload.streaming.source import Source
+from shared_offload.streaming.streamer import StreamedSource
+from shared_offload.weights.cast import cast_bytes
+from shared_offload.weights.checkpoint import Checkpoint
+from shared_offload.weights.layout import BlockLayout, Unit
+from shared_offload.weights.reader import block_pieces, fill
+
+TITLES: dict[Stage, str] = {
+    "wait": "blocks, read by the leader",
+    "fill": "read blocks",
+    "register": "register with CUDA",
+}
+
+
+class ArenaBlocks(NamedTuple):
+    """A source and the arena under it."""
+
+    source: Source
+    arena: HostArena
+
+
+def open_blocks(
+    settings: Settings,
+    checkpoint: Checkpoint,
+    ranks: Ranks,
+    progress: Progress,
+    *,
+    name: str,
+    threads: int,
+) -> ArenaBlocks:
+    """Collective. Open the arena of the settings' scope and stream from it.
+
+    `name` is new for every opening of a run. The caller closes the source, then the arena.
+    """
+    layout = checkpoint.layout(settings.compute_dtype)
+    units = layout.units("phase" if settings.offload_granularity == "phase" else "block")
+    with _Teller(progress) as teller:
+        arena = open_arena(
+            _request(settings, checkpoint, layout, units, name),
+            _party(ranks),
+            _filler(checkpoint, layout, threads),
+            CudaRegistrar(ranks.device.index) if ranks.device.type == "cuda" else None,
+            teller,
+        )
+    try:
+        whole = settings.offload_granularity == "model"
+        source = StreamedSource(
+            units,
+            as_tensor(arena),
+            ranks.device,
+            resident_blocks=layout.num_blocks if whole else settings.resident_blocks,
+            note=progress.note,
+        )
+    except BaseException:
+        arena.close()
+        raise
+    return ArenaBlocks(source, arena)
+
+
+def _request(
+    settings: Settings,
+    checkpoint: Checkpoint,
+    layout: BlockLayout,
+    units: tuple[Unit, ...],
+    name: str,
+) -> ArenaRequest:
+    shared = settings.shared_cpu_weights
+    return ArenaRequest(
+        name=name,
+        nbytes=layout.arena_nbytes,
+        fingerprint=f"{layout.fingerprint()} {checkpoint.fingerprint()}",
+        boundaries=[unit.offset for unit in units],
+        scope=Scope(settings.shared_cpu_weight_scope) if shared else Scope.RANK,
+        strict_numa=settings.shared_cpu_weight_strict_numa,
+        register_chunk_nbytes=settings.shared_cpu_weight_register_chunk_mb << 20,
+    )
+
+
+def _party(ranks: Ranks) -> Party:
+    node = numa.own_node(ranks.member.pci_id)
+    return Party(ranks.member, node, ranks.world_size, StoreBoard(ranks.store))
+
+
+def _filler(checkpoint: Checkpoint, layout: BlockLayout, threads: int) -> Fill:
+    pieces = block_pieces(checkpoint, layout)
+
+    def write(
+        dest: memoryview,
+        on_bytes: Callable[[int], None],
+        cpus: frozenset[int] | None,
+        stop: threading.Event,
+    ) -> None:
+        fill(
+            pieces,
+            dest,
+            threads=threads,
+            cpus=cpus,
+            on_bytes=on_bytes,
+            stop=stop,
+            convert=cast_bytes,
+        )
+
+    return write
+
+
+class _Teller:
+    """Shows an arena's stages as progress; a stage's task lasts until the next one begins."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+        self._stack = ExitStack()
+        self._stage: Stage | None = None
+        self._task: Task | None = None
+
+    def progress(self, stage: Stage, done: int, total: int) -> None:
+        """Bytes of a stage so far."""
+        if stage != self._stage:
+            self._stack.close()
+            self._stage = stage
+            self._task = self._stack.enter_context(self._progress.task(TITLES[stage], total, "B"))
+        if self._task is not None:
+            self._task.advance(done - self._task.done)
+
+    def note(self, line: str) -> None:
+        """A line for the reader."""
+        self._progress.note(line)
+
+    def __enter__(self) -> _Teller:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._stack.__exit__(None, None, None)
