@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import time
 from collections.abc import Iterator
+
+# Before torch is imported, and for child processes: teams of OpenMP threads that share two cores
+# with other ranks spin for each other, which costs up to fifty times the work itself.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import torch
