@@ -93,7 +93,7 @@ class _Opening:
             waits_for = domain.ranks
         else:
             ticket, waits_for = self._follow(domain), ()
-        mapping = self._attach_and_pin(ticket)
+        mapping = self._attach_and_pin(ticket, domain)
         self._drop_writable()
         self.vigil.publish(f"{OPEN}/{me}", self._rank_report().to_json())
         for rank in waits_for:
@@ -145,41 +145,43 @@ class _Opening:
             if note["state"] == "sealed":
                 return True
             self._observer.progress("wait", note.get("done", 0), self._request.nbytes)
-            if find_segment(note["ticket"]["segment_id"]) is None:
-                self.vigil.check()  # the leader has said why, or is seen to be gone
-                raise ArenaError(
-                    f"rank {domain.leader.member.rank} (pid {domain.leader.member.pid}) ended "
-                    f"before its arena was complete ({note['state']})",
-                    expected="the leader of a shared arena to live until it is sealed",
-                    rank=domain.leader.member.rank,
-                    pid=domain.leader.member.pid,
-                )
+            self._expect_held(note["ticket"]["segment_id"], domain)
             return False
 
         return Ticket(**self.vigil.wait(state_key(domain), ready)["ticket"])
 
+    def _expect_held(self, segment_id: int, domain: Domain) -> None:
+        """A segment that is gone was held by its leader alone, and the leader is no more."""
+        if find_segment(segment_id) is None:
+            self.vigil.check()  # the leader may have said why
+            self.vigil.give_up(domain.leader.member)
+
     # -- all ---------------------------------------------------------------------------------------
 
-    def _attach_and_pin(self, ticket: Ticket) -> Mapping:
+    def _attach_and_pin(self, ticket: Ticket, domain: Domain) -> Mapping:
         """Attach read-only and register as such; where CUDA cannot, register, then protect."""
         registrar = self._registrar
         if registrar is None:
-            return self._attach(ticket, read_only=True)
+            return self._attach(ticket, domain, read_only=True)
         if registrar.read_only_supported:
-            mapping = self._attach(ticket, read_only=True)
+            mapping = self._attach(ticket, domain, read_only=True)
             try:
                 self._pins = self._pin(mapping, registrar, read_only=True)
                 return mapping
             except PinningError as error:
                 self._observer.note(f"{error.what}; trying a writable mapping, protected later")
                 mapping.release()
-        mapping = self._attach(ticket, read_only=False)
+        mapping = self._attach(ticket, domain, read_only=False)
         self._pins = self._pin(mapping, registrar, read_only=False)
         mapping.protect()
         return mapping
 
-    def _attach(self, ticket: Ticket, *, read_only: bool) -> Mapping:
-        self._mapping = attach(ticket, read_only=read_only)
+    def _attach(self, ticket: Ticket, domain: Domain, *, read_only: bool) -> Mapping:
+        try:
+            self._mapping = attach(ticket, read_only=read_only)
+        except ArenaError:
+            self._expect_held(ticket.segment_id, domain)
+            raise
         self._mapping.prefer_huge_pages()
         return self._mapping
 
@@ -188,7 +190,12 @@ class _Opening:
         spans = list(chunk_spans(request.nbytes, request.boundaries, request.register_chunk_nbytes))
         total = sum(nbytes for _, nbytes in spans)
         meter = Meter(lambda done: self._observer.progress("register", done, total))
-        return pin(mapping.address, spans, registrar, read_only=read_only, on_bytes=meter.add)
+
+        def registered(chunk_nbytes: int) -> None:
+            meter.add(chunk_nbytes)
+            self.vigil.check()
+
+        return pin(mapping.address, spans, registrar, read_only=read_only, on_bytes=registered)
 
     def _rank_report(self) -> RankReport:
         if self._pins is None:
@@ -266,5 +273,7 @@ class HostArena:
     def __enter__(self) -> HostArena:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is not None:
+            self._vigil.fail(error)  # before close() says that this rank may go
         self.close()

@@ -13,6 +13,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from typing import NoReturn
 
 from shared_offload.errors import OffloadError, RankError, from_json
 from shared_offload.memory.board import Board, Note
@@ -56,10 +57,10 @@ class Vigil:
     def check(self) -> None:
         """Raise the failure of the arena, if someone failed or is gone."""
         failure = self.read(FAILURE)
-        if failure is None and (lost := self._lost()) is not None:
-            failure = self._publish_failure(lost)
         if failure is not None:
             raise from_json(failure["error"])
+        if (lost := self._lost()) is not None:
+            self.give_up(lost)
 
     def fail(self, error: BaseException) -> OffloadError:
         """Publish this process's failure; returns the one that came first, perhaps another's.
@@ -67,8 +68,9 @@ class Vigil:
         Where the board itself is gone, the error stands for itself.
         """
         known = error if isinstance(error, OffloadError) else self._unforeseen(error)
+        speaks = isinstance(error, Exception)  # whoever is interrupted ends without a word
         try:
-            return from_json(self._publish_failure(known)["error"])
+            return from_json(self._publish_failure(known, speaks=speaks)["error"])
         except OffloadError:
             return known
 
@@ -110,24 +112,22 @@ class Vigil:
         if failures:
             raise failures[0]
 
-    def _lost(self) -> RankError | None:
-        for member in self._others:
-            if not self._me.sees(member) or alive(member):
-                continue
-            if self.read(f"left/{member.rank}") is None:
-                return RankError(
-                    f"rank {member.rank} (pid {member.pid} on {member.hostname}) ended while "
-                    "others shared its memory",
-                    expected="every rank to live until the run is over",
-                    hint="look for its own message above, or for the kernel's in dmesg (oom)",
-                    rank=member.rank,
-                    pid=member.pid,
-                )
-        return None
+    def give_up(self, member: Member) -> NoReturn:
+        """Raise the failure that the end of `member` is, unless it has left one itself.
 
-    def _publish_failure(self, error: OffloadError) -> Note:
+        For evidence that precedes its pid's end: the kernel drops memory before the process.
+        """
+        self._others = tuple(m for m in self._others if m.rank != member.rank)
+        raise from_json(self._publish_failure(_loss(member))["error"])
+
+    def _lost(self) -> Member | None:
+        gone = (m for m in self._others if self._me.sees(m) and not alive(m))
+        return next((m for m in gone if self.read(f"left/{m.rank}") is None), None)
+
+    def _publish_failure(self, error: OffloadError, *, speaks: bool = True) -> Note:
         living = [m.rank for m in self._others if not self._me.sees(m) or alive(m)]
-        note = {"error": error.to_json(), "speaker": min([self._me.rank, *living])}
+        mine = [self._me.rank] if speaks or not living else []
+        note = {"error": error.to_json(), "speaker": min([*mine, *living])}
         return self._board.publish_first(f"{self._name}/{FAILURE}", note)
 
     def _unforeseen(self, error: BaseException) -> RankError:
@@ -136,6 +136,17 @@ class Vigil:
             f"rank {self._me.rank} ended with {type(error).__name__}{': ' * bool(text)}{text}",
             rank=self._me.rank,
         )
+
+
+def _loss(member: Member) -> RankError:
+    return RankError(
+        f"rank {member.rank} (pid {member.pid} on {member.hostname}) ended while others shared "
+        "its memory",
+        expected="every rank to live until the run is over",
+        hint="look for its own message above, or for the kernel's in dmesg (oom)",
+        rank=member.rank,
+        pid=member.pid,
+    )
 
 
 def speaker(board: Board, name: str) -> int | None:
