@@ -3,22 +3,33 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 # Before torch is imported, and for child processes: teams of OpenMP threads that share two cores
 # with other ranks spin for each other, which costs up to fifty times the work itself.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import psutil
 import pytest
 import torch
 
 
 def segments() -> set[str]:
-    """Ids of all SysV shared-memory segments of this IPC namespace, from `ipcs`."""
-    lines = subprocess.run(["ipcs", "-m"], capture_output=True, text=True, check=True).stdout
-    return {f[1] for f in map(str.split, lines.splitlines()) if len(f) >= 6 and f[1].isdigit()}
+    """Ids of this IPC namespace's SysV segments, but for those of processes that are not ours."""
+    rows = [row.split() for row in Path("/proc/sysvipc/shm").read_text().splitlines()]
+    creator, names = rows[0].index("cpid"), rows[0].index("shmid")
+    return {row[names] for row in rows[1:] if not _elsewhere(int(row[creator]))}
+
+
+def _elsewhere(pid: int) -> bool:
+    """The process runs and does not descend from this one: another program on this machine."""
+    try:
+        process = psutil.Process(pid)
+        return os.getpid() not in {pid, *(parent.pid for parent in process.parents())}
+    except psutil.NoSuchProcess:
+        return False
 
 
 @pytest.fixture(autouse=True)
