@@ -6,8 +6,9 @@ Names are Wan's own: those of the .pth files, and of the DiT as `weights.archite
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 
-from shared_offload.synth.recipes import Recipe, default_recipe
+from shared_offload.synth.recipes import Kernel, Recipe, default_recipe
 from shared_offload.synth.sizes import ClipSize, T5Size
 from shared_offload.weights.architecture import Architecture, block_shapes, non_block_shapes
 from shared_offload.weights.checkpoint import block_name
@@ -22,7 +23,7 @@ VAE_MULTIPLIERS = (1, 2, 4, 4)
 VAE_RES_BLOCKS = 2
 VAE_DOWN_TIME = (False, True, True)
 VAE_LATENT_GAIN = 4.0  # the encoder's output has the deviation of Wan's latents, about 2
-VAE_PIXEL_GAIN = 0.6  # the decoder's output seldom leaves [-1, 1]
+VAE_PIXEL_GAIN = 0.2  # the decoder's output seldom leaves [-1, 1]
 
 
 def dit_recipes(arch: Architecture) -> Recipes:
@@ -99,15 +100,17 @@ def vae_recipes(dim: int) -> Recipes:
     )
     gains = {"encoder.head.2.weight": VAE_LATENT_GAIN, "decoder.head.2.weight": VAE_PIXEL_GAIN}
     recipes = _recipes(shapes, gains, {})
-    return {
-        name: Recipe(recipe.shape, recipe.std, recipe.mean, smooth=_blurs(name, recipe.shape))
-        for name, recipe in recipes.items()
-    }
+    return {name: replace(recipe, kernel=_kernel(name)) for name, recipe in recipes.items()}
 
 
-def _blurs(name: str, shape: tuple[int, ...]) -> bool:
-    """Kernels that see neighbours in the picture, on the way to pixels."""
-    return name.startswith("decoder.") and len(shape) >= 4 and shape[-1] > 1
+def _kernel(name: str) -> Kernel:
+    """Kernels that see neighbours in space or time, on the way to pixels, blur."""
+    if not (name.startswith("decoder.") and name.endswith(".weight")):
+        return "noise"
+    if "time_conv" in name:
+        return "twin"
+    flat = ("shortcut.weight", "to_qkv.weight", "proj.weight")
+    return "noise" if name.endswith(flat) else "blur"
 
 
 Shapes = Iterable[tuple[str, tuple[int, ...]]]

@@ -13,24 +13,32 @@ from __future__ import annotations
 import hashlib
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 NORM_STD = 0.05
 BIAS_STD = 0.02
-SMOOTH_SHARE = 0.9  # of the variance of a smooth kernel
+BELL_SHARE = 0.9  # of the variance of a blurring kernel
+
+
+Kernel = Literal["noise", "blur", "twin"]
 
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """Normal values of this shape. `smooth` makes a convolution blur: its kernel is a bell times
-    a random number per channel pair, plus noise, so that decoded pictures have soft shapes."""
+    """Normal values of this shape, independent but for convolutions that make pictures.
+
+    A "blur" kernel is a bell times one random number per pair of channels, plus some noise, so
+    that decoded videos have soft shapes. "twin" makes the second half of the outputs equal to the
+    first as well: where a layer makes two frames of one, they are alike and nothing flickers.
+    """
 
     shape: tuple[int, ...]
     std: float
     mean: float = 0.0
-    smooth: bool = False
+    kernel: Kernel = "noise"
 
 
 def default_recipe(name: str, shape: tuple[int, ...], gain: float = 1.0) -> Recipe:
@@ -48,12 +56,14 @@ def values(recipe: Recipe, name: str, seed: int, first: int, end: int) -> Tensor
     generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
     shape = (end - first, *recipe.shape[1:]) if recipe.shape else ()
     drawn = torch.empty(shape).normal_(generator=generator)
-    if recipe.smooth:
-        drawn = _smooth(drawn, generator)
+    if recipe.kernel != "noise":
+        drawn = _blurred(drawn, generator)
+    if recipe.kernel == "twin":  # small enough to be one chunk in every size
+        drawn[len(drawn) // 2 :] = drawn[: len(drawn) // 2]
     return drawn.mul_(recipe.std).add_(recipe.mean)
 
 
-def _smooth(noise: Tensor, generator: torch.Generator) -> Tensor:
+def _blurred(noise: Tensor, generator: torch.Generator) -> Tensor:
     """Mix kernels of noise (out, in, ...) with a bell of the same mean square."""
     bell = torch.ones(())
     for width in noise.shape[2:]:
@@ -62,4 +72,4 @@ def _smooth(noise: Tensor, generator: torch.Generator) -> Tensor:
     bell = bell / bell.square().mean().sqrt()
     height = torch.empty(noise.shape[:2]).normal_(generator=generator)
     height = height.reshape(*height.shape, *[1] * bell.dim())
-    return math.sqrt(SMOOTH_SHARE) * height * bell + math.sqrt(1 - SMOOTH_SHARE) * noise
+    return math.sqrt(BELL_SHARE) * height * bell + math.sqrt(1 - BELL_SHARE) * noise

@@ -20,7 +20,7 @@ IN_DIM: Mapping[Task, int] = {"t2v": 16, "i2v": 36}
 
 @dataclass(frozen=True, slots=True)
 class T5Size:
-    """umT5 encoder. `head_dim` is not in Wan's file: heads follow from the position table."""
+    """umT5's encoder."""
 
     layers: int
     dim: int
@@ -32,7 +32,7 @@ class T5Size:
 
 @dataclass(frozen=True, slots=True)
 class ClipSize:
-    """CLIP's visual tower. Heads are 80 wide in every size."""
+    """CLIP's visual tower. The number of heads is not in its tensors."""
 
     layers: int
     dim: int
