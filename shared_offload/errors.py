@@ -108,7 +108,7 @@ class OutputError(OffloadError):
     """The video cannot be written. Facts: path."""
 
 
-class Problems(OffloadError):
+class Problems(OffloadError):  # noqa: N818 - it is several errors
     """Several errors found together; `errors` holds them in the order found."""
 
     def __init__(self, errors: Iterable[OffloadError]) -> None:

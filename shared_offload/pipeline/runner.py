@@ -28,7 +28,9 @@ from shared_offload.ranks.facts import RankFacts
 from shared_offload.ranks.group import Ranks
 from shared_offload.report.progress import Progress
 
-ENCODER_DTYPE = {"cpu": torch.float32, "cuda": torch.bfloat16}
+# By device. As upstream on CUDA: UMT5 overflows in fp16, CLIP was trained in it.
+TEXT_DTYPE = {"cpu": torch.float32, "cuda": torch.bfloat16}
+IMAGE_DTYPE = {"cpu": torch.float32, "cuda": torch.float16}
 
 
 class Runner:
@@ -165,16 +167,20 @@ class Runner:
 
     def _modules(self) -> tuple[OnDemand[TextEncoder], OnDemand[ImageEncoder], OnDemand[Vae]]:
         settings, files = self.settings, self.inventory
-        dtype = ENCODER_DTYPE[self.device.type]
+        kind = self.device.type
 
         def text(device: torch.device) -> TextEncoder:
             return TextEncoder.load(
-                files.t5, files.tokenizer, device=device, dtype=dtype, text_len=files.arch.text_len
+                files.t5,
+                files.tokenizer,
+                device=device,
+                dtype=TEXT_DTYPE[kind],
+                text_len=files.arch.text_len,
             )
 
         def image(device: torch.device) -> ImageEncoder:
             assert files.clip is not None  # encode_image is for i2v, whose inventory has one
-            return ImageEncoder.load(files.clip, device=device, dtype=dtype)
+            return ImageEncoder.load(files.clip, device=device, dtype=IMAGE_DTYPE[kind])
 
         def vae(device: torch.device) -> Vae:
             return Vae.load(
