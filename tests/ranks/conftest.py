@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
+import runpy
 import signal
 import socket
 import subprocess
@@ -15,6 +17,8 @@ import pytest
 
 DRIVER = Path(__file__).with_name("driver.py")
 ROOT = DRIVER.parents[2]
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["shared_offload.ranks.group", "shared_offload.ranks.run"])
 
 
 def free_port() -> int:
@@ -24,32 +28,40 @@ def free_port() -> int:
 
 
 class Run:
-    """N processes of the driver and what they wrote."""
+    """N ranks of the driver and what they wrote. Without torchrun they are forked from a process
+    that has imported torch already, which saves seconds for each.
+    """
 
     def __init__(self, folder: Path, what: str, who: int, world: int, torchrun: bool) -> None:
         self.folder, self.world = folder, world
         self.arguments = [str(DRIVER), what, str(who), str(folder)]
-        environment = dict(os.environ, PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1")
+        self.processes: list[subprocess.Popen | multiprocessing.Process] = []
         if torchrun:
-            launch = ["-m", "torch.distributed.run", f"--nproc_per_node={world}"]
-            launch.append(f"--master_port={free_port()}")
-            self.processes = [self._start("launcher", launch, environment)]
+            self.processes.append(self._launcher())
         else:
             port = str(free_port())
-            self.processes = [
-                self._start(str(r), [], self._rank(environment, r, port)) for r in range(world)
-            ]
+            self.processes += [self._forked(rank, port) for rank in range(world)]
 
-    def _rank(self, environment: dict[str, str], rank: int, port: str) -> dict[str, str]:
+    def _launcher(self) -> subprocess.Popen:
+        launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={self.world}"]
+        environment = dict(os.environ, PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1")
+        with (self.folder / "stderr-launcher").open("w") as stderr:
+            command = [sys.executable, *launch, *self.arguments]
+            return subprocess.Popen(command, env=environment, stderr=stderr, cwd=self.folder)
+
+    def _forked(self, rank: int, port: str) -> multiprocessing.Process:
         mine = {"RANK": rank, "LOCAL_RANK": rank}
         mine |= {"WORLD_SIZE": self.world, "LOCAL_WORLD_SIZE": self.world}
         mine |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        return environment | {name: str(value) for name, value in mine.items()}
-
-    def _start(self, name: str, launch: list[str], environment: dict[str, str]) -> subprocess.Popen:
-        with (self.folder / f"stderr-{name}").open("w") as stderr:
-            command = [sys.executable, *launch, *self.arguments]
-            return subprocess.Popen(command, env=environment, stderr=stderr, cwd=self.folder)
+        given = {
+            "ARGV": self.arguments,
+            "ENVIRONMENT": {name: str(value) for name, value in mine.items()},
+            "STDERR": str(self.folder / f"stderr-{rank}"),
+        }
+        arguments = (str(DRIVER), given, "forked")
+        process = CONTEXT.Process(target=runpy.run_path, args=arguments, daemon=True)
+        process.start()
+        return process
 
     def wait_ready(self) -> None:
         deadline = time.monotonic() + 60
@@ -64,10 +76,17 @@ class Run:
     def end(self, within: float) -> list[int]:
         """Exit codes; fails when a process outlives `within` seconds."""
         deadline = time.monotonic() + within
-        codes = [p.wait(max(0.01, deadline - time.monotonic())) for p in self.processes]
+        codes = [self._wait(process, deadline - time.monotonic()) for process in self.processes]
         for pid in self.pids():
             assert not Path(f"/proc/{pid}").exists(), f"process {pid} is left"
         return codes
+
+    def _wait(self, process: subprocess.Popen | multiprocessing.Process, seconds: float) -> int:
+        if isinstance(process, subprocess.Popen):
+            return process.wait(max(0.01, seconds))
+        process.join(max(0.01, seconds))
+        assert process.exitcode is not None, f"process {process.pid} still runs\n{self.stderr()}"
+        return process.exitcode
 
     def stderr(self) -> str:
         return "".join(p.read_text() for p in sorted(self.folder.glob("stderr-*")))
@@ -75,7 +94,7 @@ class Run:
     def stop(self) -> None:
         for process in self.processes:
             process.kill()
-            process.wait()
+            self._wait(process, 10)
         for path in self.folder.glob("pid*"):
             if Path(f"/proc/{path.read_text()}").exists():
                 os.kill(int(path.read_text()), signal.SIGKILL)

@@ -3,6 +3,7 @@
 driver.py WHAT RANK FOLDER, under torchrun or with its variables set.
 """
 
+import json
 import os
 import signal
 import sys
@@ -27,6 +28,8 @@ def program(watch: Watch) -> int:
     mine = rank == who
     (folder / f"pid{rank}").write_text(str(os.getpid()))
     watch.on_abort(lambda: (folder / f"cleaned{rank}").touch())
+    if what == "mesh":
+        return mesh(watch, folder)
     try:
         with watch.stage("load"):
             early(what, mine)
@@ -67,6 +70,7 @@ def steps(ranks: Ranks, what: str, mine: bool, folder: Path) -> None:
 
 def misbehave(what: str) -> None:
     if what == "kill":
+        time.sleep(0.7)  # others read its stage every half second
         os.kill(os.getpid(), signal.SIGKILL)
     if what == "slow":
         time.sleep(6)
@@ -75,5 +79,40 @@ def misbehave(what: str) -> None:
         store.wait(["never"])
 
 
-if __name__ == "__main__":
+def mesh(watch: Watch, folder: Path) -> int:
+    rank = watch.facts.rank
+    (folder / f"pid{rank}").write_text(str(os.getpid()))
+    ranks = Ranks.start(watch.facts, CPU, seq_p_size=2, cfg_p_size=2, timeout=30, watch=watch)
+    sums = []
+    for group in (ranks.seq_group, ranks.cfg_group):
+        value = torch.tensor([rank])
+        dist.all_reduce(value, group=group)
+        sums.append(int(value))
+    given = torch.tensor([2.0, -1.5], dtype=torch.bfloat16) if rank == 2 else None
+    tensor = ranks.broadcast_tensor(given, root=2)
+    result = {
+        "place": [ranks.cfg_rank, ranks.seq_rank],
+        "seq_sum": sums[0],
+        "cfg_sum": sums[1],
+        "gathered": ranks.gather_json(10 * rank),
+        "tensor": [tensor.tolist(), str(tensor.dtype)],
+        "pids": [member.pid for member in ranks.members],
+    }
+    ranks.close()
+    ranks.close()
+    result["closed_twice"] = not dist.is_initialized()
+    (folder / f"mesh{rank}").write_text(json.dumps(result))
+    return 0
+
+
+def forked(environment: dict[str, str], stderr: str) -> None:
+    """Become a process as torchrun would have started it."""
+    os.environ.update(environment)
+    os.dup2(os.open(stderr, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
+
+
+if __name__ == "forked":
+    sys.argv = globals()["ARGV"]
+    forked(globals()["ENVIRONMENT"], globals()["STDERR"])
+if __name__ in ("__main__", "forked"):
     sys.exit(run_ranks(program))

@@ -62,6 +62,7 @@ def test_an_error_of_one_rank_ends_all(driver, what, stage, text):
         assert (run.folder / f"unwound{rank}").exists(), "with and finally blocks did not run"
 
 
+@pytest.mark.slow
 def test_a_slow_rank_is_left_alone(driver):
     started = time.monotonic()
     assert driver("slow", 1).end(START) == [0, 0, 0]
@@ -97,6 +98,7 @@ def test_under_torchrun_a_killed_rank_is_named_once(driver):
     assert "ended by SIGTERM" not in run.stderr()
 
 
+@pytest.mark.slow
 def test_under_torchrun_an_error_is_printed_once(driver):
     run = driver("raise", 1, torchrun=True)
     assert run.end(START) != [0]
@@ -111,6 +113,7 @@ def test_sigint_to_torchrun_ends_everything(driver):
     assert run.stderr().count("RankError") == 1, run.stderr()
 
 
+@pytest.mark.slow
 def test_ranks_end_when_torchrun_is_killed(driver):
     run = driver("wait", 1, world=2, torchrun=True)
     run.wait_ready()
