@@ -224,7 +224,8 @@ def test_the_config_exists_and_its_ranks_are_the_scripts(name):
 def test_shellcheck():
     if not shutil.which("shellcheck"):
         pytest.skip("shellcheck is not installed")
+    names = [f"launchers/{name}" for name in (*SCRIPTS, "launch.bash")]
     done = subprocess.run(
-        ["shellcheck", "-x", *SCRIPTS, "launch.bash"], cwd=LAUNCHERS, capture_output=True, text=True
+        ["shellcheck", "-x", *names], cwd=LAUNCHERS.parent, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stdout
