@@ -3,6 +3,8 @@
     facts.py     what the environment and /proc say; torch-free
     devices.py   which GPU this rank holds
     board.py     small messages between ranks, through torchrun's store
+    failure.py   what went wrong where: the one record that all ranks end with
+    peers.py     what one rank knows of the others
     watch.py     one thread per rank: notices a lost rank, ends this one
     run.py       `run_ranks`: the frame around a program that runs on several ranks
     group.py     `Ranks`: process groups for tensors

@@ -17,7 +17,6 @@ import signal
 import sys
 import threading
 import time
-from _thread import interrupt_main
 from collections.abc import Callable, Iterable, Iterator
 from types import FrameType
 
@@ -52,6 +51,7 @@ class Watch:
         prefix = f"shared_offload/{facts.run_id}/{facts.restarts}/watch"
         self._peers = Peers(PrefixStore(prefix, connect(facts)), facts, member_facts(facts.rank))
         self._parent = os.getppid()
+        self._main = threading.get_ident()
         self._stage = ""
         self._failed_stage: str | None = None
         self._cleanups: list[Callable[[], None]] = []
@@ -185,14 +185,22 @@ class Watch:
                 return self._without_store(signum)
             self._peers.beat(self._stage)
             self._peers.refresh()
-            found = self._peers.published() or self._peers.lost() or self._signalled(signum)
+            found = self._peers.published() or self._peers.lost() or self._ended(signum)
             return found and self._peers.publish(found)
         except RuntimeError:
             return None if self._finished else self._without_store(signum)
 
-    def _signalled(self, signum: int) -> Failure | None:
+    def _ended(self, signum: int) -> Failure | None:
         # Only after the others were looked at: torchrun sends SIGTERM when one of them has ended.
-        return of_signal(signum, self.facts.rank, self._stage) if signum else None
+        if signum:
+            return of_signal(signum, self.facts.rank, self._stage)
+        if self.facts.run_id and os.getppid() != self._parent:
+            return self._launcher_gone()
+        return None
+
+    def _launcher_gone(self) -> Failure:
+        what = f"the launcher of rank {self.facts.rank} (pid {self._parent}) is gone"
+        return of_launcher(self.facts.rank, self._stage, what)
 
     def _host_gone(self) -> bool:
         """The process that hosts the store is seen from here, and is gone."""
@@ -207,17 +215,17 @@ class Watch:
         self._store_lost = True
         if not self.facts.agent_store and self._peers.gone(0):
             return self._peers.loss_of(0)
+        if signum or os.getppid() != self._parent:
+            return self._ended(signum) or self._launcher_gone()
         address = f"{self.facts.master_addr}:{self.facts.master_port}"
-        what = f"the launcher of rank {self.facts.rank} (pid {self._parent}) is gone"
-        if os.getppid() == self._parent:
-            what = f"the store at {address} no longer answers rank {self.facts.rank}"
-        lost = of_launcher(self.facts.rank, self._stage, what)
-        return self._signalled(signum) or lost
+        what = f"the store at {address} no longer answers rank {self.facts.rank}"
+        return of_launcher(self.facts.rank, self._stage, what)
 
     def _end(self, failure: Failure) -> None:
         deadline = time.monotonic() + END_SECONDS
         if not self._raised:
-            interrupt_main(signal.SIGTERM)  # runs _on_signal there, as soon as Python code runs
+            # Runs _on_signal there as soon as Python code runs, and ends a sleep or a lock's wait.
+            signal.pthread_kill(self._main, signal.SIGTERM)
         alone = self.facts.world_size == 1
         if not alone:
             self._announce(failure)

@@ -53,6 +53,10 @@ def early(what: str, mine: bool) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
     if mine and what == "bug":
         raise KeyError("nobody foresaw this")
+    if what == "nap":  # the others are asleep when one fails
+        if mine:
+            raise CheckpointError("woken")
+        time.sleep(100)
     if mine and what == "kill early":
         os.kill(os.getpid(), signal.SIGKILL)
 

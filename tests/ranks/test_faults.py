@@ -49,6 +49,7 @@ def test_a_rank_killed_before_the_groups_exist(driver):
         ("raise", "load", "CheckpointError: the file is short\nhint: fetch it again\n"),
         pytest.param("raise late", "decode", "CheckpointError: late\n", marks=pytest.mark.slow),
         ("oom", "load", "RankError: out of GPU memory: CUDA out of memory."),
+        ("nap", "load", "CheckpointError: woken\n"),
         ("bug", "load", "Traceback (most recent call last)"),
     ],
 )
