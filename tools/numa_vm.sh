@@ -97,7 +97,8 @@ timeout "$limit" qemu-system-x86_64 -accel tcg,thread=multi -cpu max -smp "$node
   </dev/null >"$work/console" 2>&1 || true
 
 tr -d '\r' <"$work/console" >"$work/text"
-sed -n '/@@begin@@/,$p' "$work/text" | sed -e '1d' -e '/@@exit [0-9]*@@/,$d'
+sed -n '/@@begin@@/,/@@exit [0-9]*@@/p' "$work/text" \
+  | sed -e '1d' -e '$s/@@exit [0-9]*@@$//' -e '${/^$/d}'
 status=$(sed -n 's/.*@@exit \([0-9]*\)@@.*/\1/p' "$work/text" | tail -1)
 if [[ -z $status ]]; then
   echo "numa_vm: no answer in $limit s, or the guest did not boot:" >&2

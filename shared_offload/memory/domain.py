@@ -14,6 +14,7 @@ from enum import StrEnum
 from typing import Any
 
 from shared_offload.errors import NumaError, OffloadError
+from shared_offload.memory.arena import segment_size
 from shared_offload.memory.limits import (
     Demand,
     HostLimits,
@@ -159,7 +160,9 @@ def _too_little(domains: Sequence[Domain]) -> Iterable[OffloadError]:
             domain
         )
     for (shortage, _), group in groups.items():
-        demands = [Demand(d.leader.nbytes, d.node if d.bound else None) for d in group]
+        demands = [
+            Demand(segment_size(d.leader.nbytes), d.node if d.bound else None) for d in group
+        ]
         leader = group[0].leader
         yield from shortage(leader.limits, demands, leader.member.hostname)
 

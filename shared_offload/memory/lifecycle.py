@@ -32,7 +32,7 @@ from shared_offload.memory.domain import (
 from shared_offload.memory.leader import Meter, lead, state_key
 from shared_offload.memory.limits import read_limits
 from shared_offload.memory.pinning import Pins, Registrar, chunk_spans, pin
-from shared_offload.memory.request import ArenaRequest, Fill, Observer, Party, Silent
+from shared_offload.memory.request import SILENT, ArenaRequest, Fill, Observer, Party
 from shared_offload.memory.summary import ArenaReport, RankReport, combine
 from shared_offload.memory.vigil import Vigil
 
@@ -44,14 +44,14 @@ def open_arena(
     party: Party,
     fill: Fill,
     registrar: Registrar | None = None,
-    observer: Observer | None = None,
+    observer: Observer = SILENT,
 ) -> HostArena:
     """Collective. This rank's attachment to the one arena of its domain, sealed and registered.
 
     Only a leader calls `fill`. Without a registrar nothing is registered. Peak memory: the arena.
     Raises the first error of any rank, on every rank, within seconds.
     """
-    opening = _Opening(request, party, fill, registrar, observer or Silent())
+    opening = _Opening(request, party, fill, registrar, observer)
     try:
         return opening.run()
     except BaseException as error:

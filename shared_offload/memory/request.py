@@ -51,6 +51,9 @@ class Silent:
         """Ignored."""
 
 
+SILENT: Observer = Silent()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArenaRequest:
     """What all ranks ask for alike."""

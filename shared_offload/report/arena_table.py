@@ -1,0 +1,77 @@
+"""Arenas as a table: what was allocated, where it is, how fast it came, what it saved."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.table import Table
+
+GIB = 1 << 30
+
+
+def arena_table(rows: Sequence[Mapping[str, Any]]) -> Table:
+    """One line an arena, from plain values by name: hostname, scope, node, nbytes, node_nbytes,
+    huge_nbytes, ranks, fill_seconds, fill_gb_per_second, registered, register_seconds,
+    saved_nbytes. Seconds of registration are those of the slowest rank.
+    """
+    saved = sum(row["saved_nbytes"] for row in rows)
+    table = Table(title="Arenas in host memory", caption=_caption(saved), caption_justify="left")
+    for name in ("host", "scope", "ranks", "size", "pages on", "page size", "filled", "registered"):
+        table.add_column(name, overflow="fold")
+    for row in rows:
+        table.add_row(
+            row["hostname"],
+            row["scope"] if row["node"] is None else f"{row['scope']}, node {row['node']}",
+            _ranges(row["ranks"]),
+            _gib(row["nbytes"]),
+            _placement(row["node_nbytes"]),
+            _page_size(row),
+            f"{row['fill_seconds']:.2f} s, {row['fill_gb_per_second']:.1f} GB/s",
+            _registration(row),
+        )
+    return table
+
+
+def _caption(saved: int) -> str:
+    if not saved:
+        return "No memory saved: every rank has a copy of its own."
+    return f"{_gib(saved)} of host memory saved against a copy for each rank."
+
+
+def _gib(nbytes: int) -> str:
+    return f"{nbytes / GIB:.2f} GiB"
+
+
+def _placement(node_nbytes: Mapping[int, int] | None) -> str:
+    """`node 0`, or with shares where there are several; "unknown" where the kernel is mute."""
+    if not node_nbytes:
+        return "unknown"
+    total = sum(node_nbytes.values())
+    if len(node_nbytes) == 1:
+        return f"node {next(iter(node_nbytes))}"
+    return ", ".join(f"node {n} {100 * b / total:.1f} %" for n, b in node_nbytes.items())
+
+
+def _page_size(row: Mapping[str, Any]) -> str:
+    share = min(1.0, row["huge_nbytes"] / row["nbytes"]) if row["nbytes"] else 0.0
+    if share == 0:
+        return "small"
+    return "2 MiB" if share > 0.995 else f"2 MiB {100 * share:.0f} %, rest small"
+
+
+def _registration(row: Mapping[str, Any]) -> str:
+    if not row["register_seconds"]:
+        return str(row["registered"])
+    return f"{row['registered']}, {row['register_seconds']:.2f} s"
+
+
+def _ranges(ranks: Sequence[int]) -> str:
+    """0-3,6 for 0, 1, 2, 3, 6."""
+    parts: list[list[int]] = []
+    for rank in sorted(ranks):
+        if parts and rank == parts[-1][1] + 1:
+            parts[-1][1] = rank
+        else:
+            parts.append([rank, rank])
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in parts)
