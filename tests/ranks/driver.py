@@ -14,6 +14,7 @@ import torch
 from torch import distributed as dist
 
 from shared_offload.errors import CheckpointError
+from shared_offload.ranks.devices import choose_device
 from shared_offload.ranks.group import Ranks
 from shared_offload.ranks.run import run_ranks
 from shared_offload.ranks.watch import Watch
@@ -30,6 +31,8 @@ def program(watch: Watch) -> int:
     watch.on_abort(lambda: (folder / f"cleaned{rank}").touch())
     if what == "mesh":
         return mesh(watch, folder)
+    if what.startswith("gpu"):
+        return on_gpus(watch, what, mine, folder)
     try:
         with watch.stage("load"):
             early(what, mine)
@@ -106,6 +109,29 @@ def mesh(watch: Watch, folder: Path) -> int:
     ranks.close()
     result["closed_twice"] = not dist.is_initialized()
     (folder / f"mesh{rank}").write_text(json.dumps(result))
+    return 0
+
+
+def on_gpus(watch: Watch, what: str, mine: bool, folder: Path) -> int:
+    """`gpu`: a sum and a broadcast. `gpu kill`: one is killed while the others wait on their GPU."""
+    rank, world = watch.facts.rank, watch.facts.world_size
+    device = choose_device(watch.facts, "cuda", allow_shared_gpu=True)
+    with (
+        watch.stage("step"),
+        Ranks.start(watch.facts, device, seq_p_size=world, timeout=60, watch=watch) as ranks,
+    ):
+        value = torch.full((3,), float(rank), device=device)
+        dist.all_reduce(value, group=ranks.seq_group)
+        tensor = ranks.broadcast_tensor(torch.arange(4) if rank == 0 else None)
+        result = [ranks.backend, value.tolist(), tensor.tolist(), str(tensor.device)]
+        (folder / f"gpu{rank}").write_text(json.dumps(result))
+        (folder / f"ready{rank}").touch()
+        if what == "gpu kill":
+            time.sleep(1)
+            if mine:
+                os.kill(os.getpid(), signal.SIGKILL)
+            dist.all_reduce(value)
+            torch.cuda.synchronize()
     return 0
 
 

@@ -34,6 +34,34 @@ def test_the_mesh_and_what_goes_over_it(driver):
     assert all(r["closed_twice"] for r in results)
 
 
+def on_gpus(driver, backend: str, devices: list[str]) -> None:
+    run = driver("gpu", world=2)
+    assert run.end(90) == [0, 0], run.stderr()
+    results = [json.loads((run.folder / f"gpu{rank}").read_text()) for rank in range(2)]
+    assert results == [[backend, [1.0] * 3, [0, 1, 2, 3], device] for device in devices]
+
+
+@pytest.mark.multigpu
+def test_each_rank_with_a_gpu_of_its_own_uses_nccl(driver):
+    on_gpus(driver, "nccl", ["cuda:0", "cuda:1"])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() > 1, reason="ranks share a GPU only when they must")
+def test_ranks_that_share_a_gpu_use_gloo(driver):
+    on_gpus(driver, "gloo", ["cuda:0", "cuda:0"])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("who", [0, 1])
+def test_a_rank_killed_in_a_collective_on_gpus(driver, who):
+    run = driver("gpu kill", who, world=2)
+    run.wait_ready()
+    codes = run.end(15)
+    assert codes[1 - who] == 1, run.stderr()
+    assert run.stderr().count("RankError: rank") == 1, run.stderr()
+
+
 def test_a_lone_process_has_the_same_interface_and_no_group():
     with Ranks.start(RankFacts(), torch.device("cpu")) as ranks:
         assert ranks.seq_group is ranks.cfg_group is ranks.world_group is None
