@@ -88,7 +88,6 @@ def misbehave(what: str) -> None:
 
 def mesh(watch: Watch, folder: Path) -> int:
     rank = watch.facts.rank
-    (folder / f"pid{rank}").write_text(str(os.getpid()))
     ranks = Ranks.start(watch.facts, CPU, seq_p_size=2, cfg_p_size=2, timeout=30, watch=watch)
     sums = []
     for group in (ranks.seq_group, ranks.cfg_group):
@@ -113,7 +112,7 @@ def mesh(watch: Watch, folder: Path) -> int:
 
 
 def on_gpus(watch: Watch, what: str, mine: bool, folder: Path) -> int:
-    """`gpu`: a sum and a broadcast. `gpu kill`: one is killed while the others wait on their GPU."""
+    """`gpu`: a sum and a broadcast. `gpu kill`: one is killed while others wait on their GPU."""
     rank, world = watch.facts.rank, watch.facts.world_size
     device = choose_device(watch.facts, "cuda", allow_shared_gpu=True)
     with (
