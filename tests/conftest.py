@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 # Before torch is imported, and for child processes: teams of OpenMP threads that share two cores
@@ -40,6 +42,24 @@ def no_segment_left() -> Iterator[None]:
     while (left := segments() - before) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not left, f"SysV segments left behind: {sorted(left)}"
+
+
+@pytest.fixture
+def host_must_not_wait() -> Callable[[], AbstractContextManager[None]]:
+    """A context in which any call that makes the host wait for the GPU raises RuntimeError."""
+
+    @contextmanager
+    def watch() -> Iterator[None]:
+        torch.cuda.synchronize()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the mode says that it is a prototype
+            torch.cuda.set_sync_debug_mode("error")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    return watch
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -39,12 +39,12 @@ from shared_offload.weights.architecture import Phase
 class BlockInputs:
     """What all blocks of one forward pass share beside x."""
 
-    e0_6D: Tensor  # noqa: N815 - shape letters
+    e0_6D: Tensor
     """fp32 (6, D): what the timestep adds to every block's modulation."""
     rope: RopeTable
     """Of this rank's tokens."""
-    text_BED: Tensor  # noqa: N815
-    image_BID: Tensor | None  # noqa: N815
+    text_BED: Tensor
+    image_BID: Tensor | None
     """None: no image attention."""
     tokens: int
     """S, without padding."""

@@ -42,8 +42,8 @@ Grid = tuple[int, int, int]
 class Branch:
     """One half of classifier-free guidance: its embedded text and, image-to-video, image."""
 
-    text_ED: Tensor  # noqa: N815 - shape letters
-    image_ID: Tensor | None = None  # noqa: N815
+    text_ED: Tensor
+    image_ID: Tensor | None = None
 
 
 class Dit:

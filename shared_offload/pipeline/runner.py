@@ -6,7 +6,9 @@ nothing is held that only the request needed, and after `close` nothing at all, 
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -100,13 +102,11 @@ class Runner:
         source.begin_run()
         try:
             with self.progress.task("denoise", steps, "step") as task:
-                pace = _Pace(self.device)
-
-                def on_step() -> None:
-                    task.advance(pace.next())
-
-                yield on_step
-                task.advance(pace.last())
+                pace = _Pace(self.device, task.advance)
+                try:
+                    yield pace.step
+                finally:
+                    pace.close()
         finally:
             source.end_run()
 
@@ -199,34 +199,40 @@ class Runner:
 
 
 class _Pace:
-    """Lets the host run one step ahead of the GPU and no further, so that progress tells the truth.
+    """Tells progress of steps when the GPU has done them, while the host runs ahead of it.
 
-    A wait for the step before the last never leaves the GPU without work.
+    A thread waits for the end of each step. The host enqueues at most MOST_AHEAD steps that are not
+    done: enough that the GPU never waits for it.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    MOST_AHEAD = 2
+
+    def __init__(self, device: torch.device, on_done: Callable[[], None]) -> None:
         self._device = device
-        self._events: list[torch.cuda.Event] = []
+        self._on_done = on_done
+        self._ahead = threading.Semaphore(self.MOST_AHEAD)
+        self._pool = ThreadPoolExecutor(1, "steps")
 
-    def next(self) -> int:
-        """To be called after a step was enqueued; how many more steps are done now."""
+    def step(self) -> None:
+        """To be called after a step was enqueued."""
         if self._device.type != "cuda":
-            return 1
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._on_done()
+            return
+        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self._device))
-        self._events.append(event)
-        return self._wait(keep=1)
+        self._pool.submit(self._wait, event)
+        self._ahead.acquire()
 
-    def last(self) -> int:
-        """Waits for what is left; how many more steps are done now."""
-        return self._wait(keep=0)
-
-    def _wait(self, keep: int) -> int:
-        done = max(0, len(self._events) - keep)
-        for event in self._events[:done]:
+    def _wait(self, event: torch.cuda.Event) -> None:
+        try:
             event.synchronize()
-        del self._events[:done]
-        return done
+            self._on_done()
+        finally:
+            self._ahead.release()
+
+    def close(self) -> None:
+        """Wait until all steps are done and told."""
+        self._pool.shutdown()
 
 
 def _device_name(device: torch.device) -> str:

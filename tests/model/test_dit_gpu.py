@@ -79,13 +79,9 @@ def test_fp8_weights_equal_what_they_stand_for() -> None:
     assert sqnr_db(found, exact(real)) > 28
 
 
-def test_the_host_never_waits_in_a_step() -> None:
+def test_the_host_never_waits_in_a_step(host_must_not_wait) -> None:
     step = Step(CUDA, torch.bfloat16, fp8=True)
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with host_must_not_wait():
         first = step()
         second = step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert torch.equal(first, second)

@@ -136,19 +136,14 @@ def test_numbers_that_make_no_grid(change: dict[str, object], key: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.filterwarnings("ignore:Synchronization debug mode")  # says that it is a prototype
-def test_no_step_waits_for_the_device() -> None:
+def test_no_step_waits_for_the_device(host_must_not_wait) -> None:
     scheduler = make_scheduler(steps=6, shift=5.0, distilled_steps=None, device="cuda")
     on_host = unipc(6, 5.0)
     x = torch.randn(16, 3, 8, 8, device="cuda")
     y = x.cpu()
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with host_must_not_wait():
         for i in range(6):
             x = scheduler.step(torch.sin(x), i, x)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     for i in range(6):
         y = on_host.step(torch.sin(y), i, y)
     torch.testing.assert_close(x.cpu(), y, rtol=1e-4, atol=1e-4)
