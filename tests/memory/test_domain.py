@@ -1,0 +1,131 @@
+"""Who shares with whom, from claims made up here."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+
+from shared_offload.memory.domain import (
+    Claim,
+    Scope,
+    claim_from_json,
+    find_problems,
+    form_domains,
+    separation_notes,
+)
+from shared_offload.memory.limits import HostLimits
+from shared_offload.ranks.facts import Member
+
+GIB = 1 << 30
+LIMITS = HostLimits(
+    page_nbytes=4096,
+    shmmax=1 << 62,
+    shmall_pages=1 << 50,
+    shmmni=4096,
+    segments=0,
+    segment_pages=0,
+    total=256 * GIB,
+    available=20 * GIB,
+    nodes={0: 10 * GIB, 1: 10 * GIB},
+    cgroup="/pod",
+    cgroup_limit=16 * GIB,
+    cgroup_available=15 * GIB,
+)
+
+
+def claim(rank: int, scope: str = "host", **changes: object) -> Claim:
+    member = Member(
+        rank=rank,
+        hostname=str(changes.pop("boot", "a")),
+        boot_id=str(changes.get("boot", "a")),
+        ipc_namespace=str(changes.pop("ipc", "ipc:[1]")),
+        pid_namespace="pid:[1]",
+        pid=100 + rank,
+        started=1,
+    )
+    member = dataclasses.replace(member, boot_id=member.hostname)
+    fields = {"node": rank // 2, "strict": True, "fingerprint": "f", "nbytes": GIB, **changes}
+    return Claim(member=member, scope=Scope(scope), limits=LIMITS, **fields)
+
+
+def groups(claims: list[Claim]) -> list[tuple[int, ...]]:
+    return [domain.ranks for domain in form_domains(claims)]
+
+
+@pytest.mark.parametrize(
+    ("scope", "expected"),
+    [
+        ("rank", [(0,), (1,), (2,), (3,)]),
+        ("rank-numa", [(0,), (1,), (2,), (3,)]),
+        ("numa", [(0, 1), (2, 3)]),
+        ("host", [(0, 1, 2, 3)]),
+        ("auto", [(0, 1), (2, 3)]),
+    ],
+)
+def test_scopes(scope: str, expected: list[tuple[int, ...]]) -> None:
+    claims = [claim(rank, scope) for rank in (2, 0, 3, 1)]  # in whatever order they come
+    assert groups(claims) == expected
+    domains = form_domains(claims)
+    assert [d.leader.member.rank for d in domains] == [ranks[0] for ranks in expected]
+    assert all(d.bound == (scope in ("numa", "rank-numa", "auto")) for d in domains)
+
+
+def test_auto_is_host_when_one_node_is_unknown() -> None:
+    claims = [claim(0, "auto"), claim(1, "auto", node=None)]
+    assert groups(claims) == [(0, 1)]
+    assert form_domains(claims)[0].scope is Scope.HOST
+    assert find_problems(form_domains(claims)) == []
+
+
+def test_explicit_numa_never_becomes_host() -> None:
+    claims = [claim(0, "numa"), claim(1, "numa", node=None)]
+    (error,) = find_problems(form_domains(claims))
+    assert (type(error).__name__, error.facts["ranks"]) == ("NumaError", (1,))
+    lenient = [dataclasses.replace(c, strict=False) for c in claims]
+    domains = form_domains(lenient)
+    assert find_problems(domains) == []
+    assert [(d.ranks, d.scope, d.bound) for d in domains] == [
+        ((0,), Scope.NUMA, True),
+        ((1,), Scope.NUMA, False),
+    ]
+
+
+@pytest.mark.parametrize("what", ["boot", "ipc", "fingerprint"])
+def test_what_must_be_equal_to_share(what: str) -> None:
+    claims = [claim(0), claim(1), claim(2, **{what: "other"}), claim(3, **{what: "other"})]
+    assert groups(claims) == [(0, 1), (2, 3)]
+
+
+def test_a_line_for_namespaces_that_keep_apart() -> None:
+    claims = [claim(0), claim(1), claim(2, ipc="x"), claim(3, ipc="x")]
+    (note,) = separation_notes(form_domains(claims))
+    assert "ranks 0,1 | 2,3" in note
+    assert separation_notes(form_domains([claim(0), claim(1, boot="b")])) == []
+    private = [dataclasses.replace(c, scope=Scope.RANK) for c in claims]
+    assert separation_notes(form_domains(private)) == []
+
+
+def limits_hit(claims: list[Claim]) -> list[tuple[str, int]]:
+    return [(e.facts["limit"], e.facts["needed"]) for e in find_problems(form_domains(claims))]
+
+
+def test_limits_count_all_arenas_that_they_hold() -> None:
+    stamp = 4096
+    four = [claim(rank, "rank", nbytes=6 * GIB) for rank in range(4)]
+    assert limits_hit(four) == [
+        ("available memory", 4 * (6 * GIB + stamp)),
+        ("memory cgroup /pod", 4 * (6 * GIB + stamp)),
+    ]
+    assert limits_hit([dataclasses.replace(c, scope=Scope.HOST) for c in four]) == []
+    bound = [claim(rank, "rank-numa", nbytes=6 * GIB) for rank in (0, 1)]
+    assert limits_hit(bound) == [("NUMA node 0", 2 * (6 * GIB + stamp))]
+    # Two hosts: each has its own memory.
+    apart = [claim(rank, "rank", nbytes=6 * GIB, boot="ab"[rank // 2]) for rank in range(4)]
+    assert limits_hit(apart) == []
+
+
+def test_claims_survive_json() -> None:
+    for one in (claim(0), claim(3, "numa", node=None)):
+        assert claim_from_json(json.loads(json.dumps(one.to_json()))) == one
