@@ -73,4 +73,5 @@ class Request:
             "negative_prompt": self.negative_prompt,
             "image_path": None if self.image_path is None else str(self.image_path),
             "seed": self.seed,
+            "save_result_path": None if self.save_path is None else str(self.save_path),
         }

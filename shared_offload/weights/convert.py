@@ -92,8 +92,9 @@ def write_files(
             stack.enter_context(SafetensorsWriter(folder / name, table))
             for name, table in files.items()
         ]
+        homes = {name: writer for writer in writers for name in writer.tensors}
         jobs = (
-            partial(_store, writer, name, rows, first, end)
+            partial(_store, homes, name, rows, first, end)
             for writer in writers
             for name, (_, shape) in writer.tensors.items()
             if not name.endswith(SCALE)
@@ -176,7 +177,11 @@ def _block_table(arch: Architecture, block: int, rest: str) -> TensorTable:
     return table
 
 
-def _store(writer: SafetensorsWriter, name: str, rows: RowSource, first: int, end: int) -> int:
+def _store(
+    homes: Mapping[str, SafetensorsWriter], name: str, rows: RowSource, first: int, end: int
+) -> int:
+    """Write rows of a tensor, and of its scale, which may be at home in another file."""
+    writer = homes[name]
     dtype, _ = writer.tensors[name]
     values = rows(name, first, end)
     if dtype != FP8:
@@ -188,7 +193,8 @@ def _store(writer: SafetensorsWriter, name: str, rows: RowSource, first: int, en
             hint="the source is damaged; download it again",
             name=name,
         )
-    return writer.put(name, codes, first) + writer.put(name + SCALE, scales, first)
+    scale = name + SCALE
+    return writer.put(name, codes, first) + homes[scale].put(scale, scales, first)
 
 
 @contextmanager

@@ -13,6 +13,7 @@ files are named is tested beside each encoder, and taken as given here.
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -74,7 +75,7 @@ class WanGrid(UniPCMultistepScheduler):
 class WanClipPixels(CLIPImageProcessor):
     """Wan's pixels for CLIP."""
 
-    def __call__(self, images: Image.Image, return_tensors: str) -> BatchFeature:
+    def __call__(self, images: Image.Image, **_) -> BatchFeature:
         square = F.interpolate(pixels(images) * 2 - 1, (224, 224), mode="bicubic") / 2 + 0.5
         mean, std = (torch.tensor(v).view(3, 1, 1) for v in (self.image_mean, self.image_std))
         return BatchFeature({"pixel_values": (square - mean) / std})
@@ -208,14 +209,14 @@ def test_the_replaced_parts_matter(studio, theirs, part, monkeypatch) -> None:
 
 
 def test_distilled_steps_are_euler_steps(studio, theirs) -> None:
-    """wan2.1_distill: no guidance, four steps at sigmas of (1000, 750, 500, 250) after the shift."""
+    """wan2.1_distill: no guidance, steps at 1000, 750, 500 and 250 of 1000, shifted."""
     distilled = {"model_cls": "wan2.1_distill", "enable_cfg": False, "infer_steps": 4}
     ours = studio.video("t2v", **(OPTIONS | distilled))
     rows, _ = theirs["t2v"].encode_prompt(PROMPT, None, False, max_sequence_length=512)
     sigmas = [1.0, 0.9, 0.75, 0.5, 0.0]  # s * t / (1 + (s - 1) * t), s = 3
     noise = torch.Generator().manual_seed(SEED)
     latent = torch.randn(16, 3, SIZE[0] // 8, SIZE[1] // 8, generator=noise)
-    for now, following in zip(sigmas, sigmas[1:], strict=False):
+    for now, following in pairwise(sigmas):
         model = theirs["t2v"].transformer
         velocity = diffusers_dit.velocity(model, latent, 1000 * now, rows[0])
         latent = latent + (following - now) * velocity
