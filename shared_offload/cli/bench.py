@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 
-from shared_offload.bench import stream
+from shared_offload.bench import register, stream
 
-MEASUREMENTS = (stream,)
+MEASUREMENTS = (stream, register)
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

@@ -36,11 +36,15 @@ class LoadedDit:
     attention: str
     arena: HostArena | None
 
+    def arenas(self) -> list[dict[str, Any]]:
+        """A row for each arena of the run; waits until every rank has opened its own."""
+        return [report.row() for report in self.arena.reports()] if self.arena else []
+
     def describe(self) -> dict[str, Any]:
         """What runs and what streaming cost, as JSON values."""
         facts: dict[str, Any] = {"attention": self.attention}
-        if self.arena is not None:
-            facts["arenas"] = [report.row() for report in self.arena.reports()]
+        if arenas := self.arenas():
+            facts["arenas"] = arenas
         if streaming := self.source.metrics.summary():
             facts["streaming"] = streaming
         return facts

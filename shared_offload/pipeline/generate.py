@@ -8,6 +8,7 @@ the pipeline usable.
 from __future__ import annotations
 
 import gc
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -100,12 +101,16 @@ class Pipeline:
         )
         try:
             return self._generate(request)
+        except BaseException as error:
+            _empty_frames(error)
+            raise
         finally:
             self.runner.end_request()
             gc.collect()
 
     def _generate(self, request: Request) -> Video:
         settings, runner, stage = self.settings, self.runner, self.runner.stage
+        spent = dict(self.progress.stage_seconds)
         image = None if request.image_path is None else conditioning.load_image(request.image_path)
         height, width = request.video_size(settings, image)
         shape = conditioning.latent_shape(settings.num_frames, height, width)
@@ -140,7 +145,16 @@ class Pipeline:
         with stage("decode"):
             video_3FHW = runner.decode(latents)
         frames = None if video_3FHW is None else to_uint8(video_3FHW.permute(1, 2, 3, 0))
-        metadata = {**request.describe(settings), **runner.describe()}
+        runner.report_streaming()
+        seconds = {
+            name: round(total - spent.get(name, 0.0), 3)
+            for name, total in self.progress.stage_seconds.items()
+        }
+        metadata = {
+            **request.describe(settings),
+            **runner.describe(),
+            "stage_seconds": seconds,
+        }
         if frames is not None and request.save_path is not None:
             with stage("write video"):
                 write_video(request.save_path, frames, settings.fps, metadata)
@@ -160,3 +174,14 @@ class Pipeline:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def _empty_frames(error: BaseException | None) -> None:
+    """Drop the local variables that a traceback keeps alive.
+
+    Whoever holds the error (a caller, a notebook) would otherwise hold arenas and GPU memory of the
+    failed request, and the next one might not find room.
+    """
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from rich.table import Table
 from torch import Tensor
 
 from shared_offload import __version__
@@ -28,7 +29,10 @@ from shared_offload.pipeline.vae import Vae
 from shared_offload.ranks.devices import choose_device
 from shared_offload.ranks.facts import RankFacts
 from shared_offload.ranks.group import Ranks
+from shared_offload.report.arena_table import arena_table
+from shared_offload.report.metrics import StreamMetrics
 from shared_offload.report.progress import Progress
+from shared_offload.report.timeline import trace_events, write_trace
 
 # By device. As upstream on CUDA: UMT5 overflows in fp16, CLIP was trained in it.
 TEXT_DTYPE = {"cpu": torch.float32, "cuda": torch.bfloat16}
@@ -93,6 +97,8 @@ class Runner:
             self._dit = load_dit(
                 self.settings, self.inventory, self.ranks, self.progress, name=f"dit {self._loads}"
             )
+            if arenas := self._dit.arenas():
+                self.progress.show(arena_table(arenas))
         return self._dit
 
     @contextmanager
@@ -131,6 +137,20 @@ class Runner:
                     video = vae.decode(latents, on_frame=task.advance)
         self.ranks.barrier()
         return video
+
+    def report_streaming(self) -> None:
+        """Collective. Show what streaming cost, and write the trace where one is asked for."""
+        metrics = self._dit.source.metrics if self._dit else StreamMetrics()
+        if rows := metrics.rows():
+            self.progress.show(_two_columns("Streaming, on the first rank", rows))
+        path = self.settings.trace
+        if path is not None:
+            mine = trace_events(metrics.units, rank=self.ranks.rank, start=metrics.started)
+            everyone = self.ranks.gather_json(mine)
+            if self.is_first:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                write_trace(path, [event for events in everyone for event in events])
+                self.progress.note(f"trace: {path.absolute()} (open it in ui.perfetto.dev)")
 
     def describe(self) -> dict[str, Any]:
         """What ran and what it cost, as JSON values."""
@@ -233,6 +253,13 @@ class _Pace:
     def close(self) -> None:
         """Wait until all steps are done and told."""
         self._pool.shutdown()
+
+
+def _two_columns(title: str, rows: Sequence[tuple[str, str]]) -> Table:
+    table = Table(title=title, show_header=False)
+    for name, value in rows:
+        table.add_row(name, value)
+    return table
 
 
 def _device_name(device: torch.device) -> str:

@@ -19,6 +19,7 @@ from rich.progress import BarColumn, ProgressColumn, TextColumn
 from rich.progress import Progress as Bars
 from rich.progress import Task as Bar
 from rich.progress_bar import ProgressBar
+from rich.table import Table
 from rich.text import Text
 
 WorkUnit = Literal["B", "step", "it"]
@@ -186,6 +187,12 @@ class Progress:
     def note(self, line: str) -> None:
         """One line for the reader, above the bars."""
         self._print(line)
+
+    def show(self, table: Table) -> None:
+        """A rich table."""
+        if self.enabled:
+            with suppress(OSError):
+                self._console.print(table)
 
     def warn(self, line: str) -> None:
         """One line that starts with `warning:`."""
