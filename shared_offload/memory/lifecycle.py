@@ -94,7 +94,6 @@ class _Opening:
         else:
             ticket, waits_for = self._follow(domain), ()
         mapping = self._attach_and_pin(ticket, domain)
-        self._drop_writable()
         self.vigil.publish(f"{OPEN}/{me}", self._rank_report().to_json())
         for rank in waits_for:
             self.vigil.wait(f"{OPEN}/{rank}")
@@ -161,17 +160,19 @@ class _Opening:
     def _attach_and_pin(self, ticket: Ticket, domain: Domain) -> Mapping:
         """Attach read-only and register as such; where CUDA cannot, register, then protect."""
         registrar = self._registrar
+        read_only = registrar is None or registrar.read_only_supported
+        mapping = self._attach(ticket, domain, read_only=read_only)
+        self._drop_writable()  # before registration maps every page a second time
         if registrar is None:
-            return self._attach(ticket, domain, read_only=True)
-        if registrar.read_only_supported:
-            mapping = self._attach(ticket, domain, read_only=True)
+            return mapping
+        if read_only:
             try:
                 self._pins = self._pin(mapping, registrar, read_only=True)
                 return mapping
             except PinningError as error:
                 self._observer.note(f"{error.what}; trying a writable mapping, protected later")
-                mapping.release()
-        mapping = self._attach(ticket, domain, read_only=False)
+            refused, mapping = mapping, self._attach(ticket, domain, read_only=False)
+            refused.release()  # only now: it may be what holds the segment
         self._pins = self._pin(mapping, registrar, read_only=False)
         mapping.protect()
         return mapping

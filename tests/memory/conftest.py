@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -74,6 +75,12 @@ class Rank:
                 self.stderr = self.process.stderr.read()
             self.process.stdout.close()
         return self.process.returncode, self.stderr
+
+    @property
+    def peak(self) -> int:
+        """High-water mark of the resident set, in bytes."""
+        text = Path(f"/proc/{self.process.pid}/status").read_text()
+        return int(re.search(r"VmHWM:\s+(\d+) kB", text).group(1)) << 10
 
     @property
     def pss(self) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 import signal
 import time
+from collections import Counter
 from collections.abc import Callable
 
 import pytest
@@ -50,6 +51,7 @@ def test_a_kill_in_each_state(crew: Callable, state: str, victim: int, signum: i
 @pytest.mark.slow
 def test_sixty_kills_at_random_moments(crew: Callable) -> None:
     dice = random.Random(20)
+    reached = Counter()
     for _ in range(30):
         runs = [crew(3, mib=8, registrar="read-only"), crew(3, mib=8, registrar="writable")]
         for ranks in runs:
@@ -59,9 +61,11 @@ def test_sixty_kills_at_random_moments(crew: Callable) -> None:
             victim = dice.randrange(3)
             ranks[victim].kill(signal.SIGKILL)
             statuses = [rank.end() for rank in ranks]
+            reached[ranks[victim].events[-1]["event"]] += 1
             assert [s for s, _ in statuses].count(1) == 2, statuses
             spoken = [stderr for _, stderr in statuses if stderr]
             assert len(spoken) == 1 and spoken[0].count("Error: ") == 1, statuses
+    assert sum(reached.values()) == 60 and len(reached) >= 3, reached  # moments were various
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import importlib.util
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -74,6 +75,27 @@ def test_the_report_says_how_it_was_registered(crew: Callable, way: str) -> None
     assert (row["registered"], row["ranks"], row["saved_nbytes"]) == (wanted, [0, 1], 4 * MIB)
     assert sum(row["node_nbytes"].values()) == 4 * MIB + 4096  # content and stamp
     assert [rank.end()[0] for rank in ranks] == [0, 0]
+
+
+def test_a_slow_leader_is_waited_for(crew: Callable) -> None:
+    ranks = crew(2, hold="filling")
+    ranks[0].wait_for("filling")
+    ranks[0].kill(signal.SIGSTOP)
+    time.sleep(3)  # thirty looks of the follower
+    assert ranks[1].process.poll() is None
+    (ranks.folder / "go").touch()
+    ranks[0].kill(signal.SIGCONT)
+    assert {event["digest"] for event in ranks.wait_for("content")} == {expected_digest(4)}
+    ranks.finish()
+    assert [rank.end() for rank in ranks] == [(0, "")] * 2
+
+
+def test_peak_memory_is_the_arena_and_a_constant(crew: Callable) -> None:
+    small, large = (crew(1, mib=mib, registrar="writable") for mib in (4, 132))
+    peaks = [run[0].wait_for("open") and run[0].peak for run in (small, large)]
+    for run in (small, large):
+        run.finish()
+    assert 128 * MIB <= peaks[1] - peaks[0] < 132 * MIB
 
 
 def unshare(*options: str) -> tuple[str, ...]:
