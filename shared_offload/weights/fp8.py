@@ -33,8 +33,10 @@ WEIGHT_AMAX_FLOOR = 1e-5
 ACTIVATION_SCALE_FLOOR = 1.0 / (FP8_MAX * 512.0)
 
 # Hopper's tensor cores add FP8 products with about 14 bits of mantissa. "Fast" leaves the sum in
-# them for the whole of K, otherwise it is promoted to fp32 every 128 products. Fast is what the
-# CUTLASS kernels of vLLM and LightX2V do; its error is far below that of the FP8 codes themselves.
+# them for the whole of K; otherwise it is promoted to fp32 every few products. Fast is what the
+# CUTLASS kernels of vLLM and LightX2V do. On an H200 (torch 2.11, 32,760 x 5120 x 5120): fast
+# 1.14 ms and 53.6 dB against float64 over the same codes, otherwise 1.28 ms and 55.6 dB, where the
+# rounding to FP8 itself leaves 30.2 dB.
 USE_FAST_ACCUMULATION = True
 
 NATIVE_CAPABILITY = (8, 9)  # Ada; the first GPUs with FP8 tensor cores
