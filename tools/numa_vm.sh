@@ -51,7 +51,6 @@ INIT
 
 prepare() {  # once per user: qemu, a kernel, and an initrd with a shell and the 9p modules
   local log=$cache/apt.log tree=$cache/initrd kernel module
-  mkdir -p "$cache"
   if ! { apt-get update -qq && apt-get install -y -qq qemu-system-x86 busybox-static cpio; } \
     >"$log" 2>&1; then
     tail -5 "$log" >&2
@@ -70,7 +69,11 @@ prepare() {  # once per user: qemu, a kernel, and an initrd with a shell and the
   touch "$cache/ready"
 }
 
+mkdir -p "$cache"
+exec 9>"$cache/lock"
+flock 9  # two runs at once: the second finds what the first has installed
 [[ -f $cache/ready ]] || prepare || { echo "numa_vm: cannot install qemu and a kernel" >&2; exit 3; }
+flock -u 9
 [[ -z $prepare_only ]] || exit 0
 
 work=$(mktemp -d)

@@ -143,7 +143,7 @@ def _parse(text: str | bytes) -> Note:
 
 def _gone(error: RuntimeError) -> RankError:
     return RankError(
-        f"the run's store no longer answers: {str(error).splitlines()[0]}",
+        f"the run's store no longer answers: {next(iter(str(error).splitlines()), 'no reason')}",
         expected="the launcher, or rank 0, which hosts it, to live",
         hint="look at the first host: the launcher there ended, or the network between the hosts",
     )

@@ -54,10 +54,17 @@ def gib(nbytes: int) -> str:
 
 
 def read_limits(root: Path = numa.ROOT) -> HostLimits:
-    """All limits as they are now."""
+    """All limits as they are now. PreflightError on a kernel without SysV shared memory."""
     page = os.sysconf("SC_PAGE_SIZE")
-    kernel = root / "proc/sys/kernel"
-    rows = [line.split() for line in (root / "proc/sysvipc/shm").read_text().splitlines()[1:]]
+    kernel, table = root / "proc/sys/kernel", root / "proc/sysvipc/shm"
+    if not table.exists():
+        raise PreflightError(
+            "this kernel has no SysV shared memory: /proc/sysvipc/shm is missing",
+            expected="Linux with CONFIG_SYSVIPC, not an emulation of it",
+            hint="run outside the sandbox, on the host's own kernel",
+            limit="sysvipc",
+        )
+    rows = [line.split() for line in table.read_text().splitlines()[1:]]
     memory = _fields((root / "proc/meminfo").read_text(), scale=1 << 10)
     cgroup, limit, available = _tightest(root)
     return HostLimits(

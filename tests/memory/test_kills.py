@@ -11,6 +11,7 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Callable
+from itertools import product
 
 import pytest
 
@@ -22,9 +23,17 @@ HOLDS = {  # where each state is held, and how to see that it is reached
 }
 
 
-@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize("victim", [0, 1])
-@pytest.mark.parametrize("state", HOLDS)
+SIGNALS = (signal.SIGKILL, signal.SIGINT, signal.SIGTERM)
+QUICK = {("filling", 0, signal.SIGKILL), ("filling", 0, signal.SIGINT), ("open", 1, signal.SIGKILL)}
+
+
+@pytest.mark.parametrize(
+    ("state", "victim", "signum"),
+    [
+        pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow)
+        for case in product(HOLDS, (0, 1), SIGNALS)
+    ],
+)
 def test_a_kill_in_each_state(crew: Callable, state: str, victim: int, signum: int) -> None:
     ranks = crew(3, **HOLDS[state])
     ranks[0].wait_for(state)

@@ -8,6 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from shared_offload.errors import PreflightError
 from shared_offload.memory.limits import Demand, HostLimits, read_limits, shortages
 
 GIB = 1 << 30
@@ -60,6 +61,13 @@ def test_the_host_as_files_say(tmp_path: Path) -> None:
     assert (found.total, found.available) == (1000 << 10, 600 << 10)
     assert found.nodes == {0: 123 << 10, 2: 7 << 10}
     assert found.cgroup == "" and found.cgroup_available is None
+
+
+def test_a_kernel_without_sysv_shared_memory(tmp_path: Path) -> None:
+    root = host(tmp_path)
+    (root / "proc/sysvipc/shm").unlink()
+    with pytest.raises(PreflightError, match="no SysV shared memory"):
+        read_limits(root)
 
 
 V1_MOUNT = "35 31 0:32 {root} /sys/fs/cgroup/memory rw - cgroup cgroup rw,memory\n"
