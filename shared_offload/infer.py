@@ -6,8 +6,11 @@ import sys
 from collections.abc import Sequence
 
 from shared_offload.config import Settings, load_settings
+from shared_offload.errors import raise_all
 from shared_offload.pipeline.generate import Pipeline, Video
+from shared_offload.pipeline.inventory import Inventory, gpu_needs, survey_files
 from shared_offload.pipeline.video import metadata_path
+from shared_offload.preflight import Preflight
 from shared_offload.ranks.devices import choose_device
 from shared_offload.ranks.facts import RankFacts, read_facts
 from shared_offload.ranks.group import Ranks
@@ -33,6 +36,8 @@ def _run(settings: Settings, facts: RankFacts, watch: Watch) -> None:
     progress = Progress(enabled=facts.rank == 0)
     for note in settings.notes:
         progress.note(note)
+    with watch.stage("check"):
+        inventory = _check(settings, facts, watch, progress)
     device = choose_device(facts, settings.device, settings.allow_shared_gpu)
     with Ranks.start(
         facts,
@@ -42,11 +47,37 @@ def _run(settings: Settings, facts: RankFacts, watch: Watch) -> None:
         timeout=settings.collective_timeout_seconds,
         watch=watch,
     ) as ranks:
-        with watch.stage("check"):
-            pipeline = Pipeline(settings, ranks=ranks, progress=progress)
-        with pipeline:
+        with Pipeline(settings, ranks=ranks, progress=progress, inventory=inventory) as pipeline:
             _tell(pipeline.generate(), progress)
         ranks.barrier()
+
+
+def _check(settings: Settings, facts: RankFacts, watch: Watch, progress: Progress) -> Inventory:
+    """Collective. All files, if nothing at all is wrong on any rank; else everything that is."""
+    survey = survey_files(settings)
+    files = survey.inventory
+    paths = list(files.paths()) if files else []
+    if settings.task == "i2v" and settings.image_path is not None:
+        paths.append(settings.image_path.absolute())
+    preflight = Preflight(
+        facts=facts,
+        board=watch.board,
+        device=settings.device,
+        allow_shared_gpu=settings.allow_shared_gpu,
+        seq_p_size=settings.parallel.seq_p_size,
+        cfg_p_size=settings.parallel.cfg_p_size,
+        settings=settings.model_dump_json(exclude={"notes"}),
+        heads=survey.arch.num_heads if survey.arch else None,
+        gpu_needs=gpu_needs(settings, files) if files else {},
+        files=paths,
+        found=survey.errors,
+    )
+    errors = preflight.run()
+    for warning in preflight.warnings:
+        progress.warn(warning)
+    raise_all(errors)
+    assert files is not None  # a lack of it was among the errors
+    return files
 
 
 def _tell(video: Video, progress: Progress) -> None:

@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 from torch.distributed import HashStore
 
-from shared_offload import preflight
 from shared_offload.errors import CheckpointError, ConfigError, PreflightError, Problems
-from shared_offload.preflight import GIB, GpuReport, Preflight, RankReport
+from shared_offload.preflight import checks as preflight
+from shared_offload.preflight import plan as plans
+from shared_offload.preflight.checks import GIB, GpuReport, Preflight, RankReport
 from shared_offload.ranks.board import Board
 from shared_offload.ranks.facts import RankFacts
 from shared_offload.weights.architecture import Architecture
@@ -44,6 +45,7 @@ def report(rank: int, holds: GpuReport | None = None, **changes) -> RankReport:
         visible=2,
         gpu=holds or gpu(f"GPU-{rank}"),
         files={},
+        settings="",
         errors=(),
     )
     return dataclasses.replace(base, **changes)
@@ -117,7 +119,7 @@ def test_gpu_memory_counts_every_rank_that_shares_a_gpu():
 
 
 def test_gpu_plan_of_the_14b_model():
-    plan = preflight.gpu_plan(
+    plan = plans.gpu_plan(
         I2V_14B,
         frames=81,
         height=480,
@@ -129,7 +131,7 @@ def test_gpu_plan_of_the_14b_model():
     )
     # Published: 241,340,224 parameters outside the blocks, 32,760 tokens for this size.
     assert plan["other weights"] == 2 * 241_340_224
-    one = preflight.gpu_plan(
+    one = plans.gpu_plan(
         I2V_14B,
         frames=81,
         height=480,
@@ -141,7 +143,7 @@ def test_gpu_plan_of_the_14b_model():
     )
     assert one["activations or VAE"] == 2 * 32_760 * 5120 * 7
     assert plan["activations or VAE"] < one["activations or VAE"]
-    assert preflight.total_of(plan) == sum(plan.values())
+    assert plans.total_of(plan) == sum(plan.values())
 
 
 def test_files_that_only_some_ranks_see():
@@ -156,6 +158,17 @@ def test_files_that_only_some_ranks_see():
     assert error.facts["sizes"] == [5, 6]
     nowhere = {"/w/a": None}  # whoever wants the file says so; it is no difference between ranks
     assert preflight.check_files([report(0, files=nowhere), report(1, files=nowhere)]) == []
+
+
+def test_a_rank_that_has_said_what_it_lacks_is_not_told_again():
+    reports = [report(0, files={"/w/a": (5, 1)}), report(1, errors=("no file",))]
+    assert preflight.check_files(reports) == []
+
+
+def test_ranks_with_other_settings_are_named():
+    assert preflight.check_settings([report(0), report(1)]) == []
+    (error,) = preflight.check_settings([report(0), report(1), report(2, settings="x")])
+    assert error.facts["ranks"] == [2]
 
 
 def test_an_error_of_all_ranks_is_told_once_and_of_some_with_their_numbers():

@@ -72,7 +72,7 @@ def select_attention(
     does not run here is replaced by that one, and the warning says so. Raises ConfigError for
     sparse and unknown names. Runs kernels on small inputs, so it initialises CUDA and waits.
     """
-    _check_name(requested)
+    check_attention_name(requested)
     order = _exact_order(device, dtype)
     if requested == TORCH:
         order = tuple(name for name in order if name in _OF_TORCH)
@@ -134,7 +134,8 @@ _PACKAGES: Mapping[str, tuple[tuple[str, str], ...]] = {
 }
 
 
-def _check_name(requested: str) -> None:
+def check_attention_name(requested: str) -> None:
+    """Raises ConfigError for names that are sparse or unknown. Looks at no device."""
     if requested in ATTENTION_NAMES:
         return
     valid = ", ".join(ATTENTION_NAMES)

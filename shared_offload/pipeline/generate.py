@@ -20,6 +20,7 @@ from torch import Tensor
 from shared_offload.config import Settings
 from shared_offload.model.dit import Branch
 from shared_offload.pipeline import conditioning
+from shared_offload.pipeline.inventory import Inventory
 from shared_offload.pipeline.request import Request
 from shared_offload.pipeline.runner import Runner
 from shared_offload.pipeline.scheduler import Scheduler, make_scheduler
@@ -72,11 +73,17 @@ class Pipeline:
     """
 
     def __init__(
-        self, settings: Settings, *, ranks: Ranks | None = None, progress: Progress | None = None
+        self,
+        settings: Settings,
+        *,
+        ranks: Ranks | None = None,
+        progress: Progress | None = None,
+        inventory: Inventory | None = None,
     ) -> None:
+        """`inventory`: where the caller has taken it already."""
         self.settings = settings
         self.progress = progress or Progress(enabled=False)
-        self.runner = Runner(settings, ranks, self.progress)
+        self.runner = Runner(settings, ranks, self.progress, inventory)
 
     def generate(
         self,

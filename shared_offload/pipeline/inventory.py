@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -11,6 +12,9 @@ import torch
 
 from shared_offload.config import Settings, clip_file, dit_path, t5_file, tokenizer_folder, vae_file
 from shared_offload.errors import ConfigError, OffloadError, Problems, raise_all
+from shared_offload.model.attention import check_attention_name
+from shared_offload.preflight import gpu_plan
+from shared_offload.streaming.streamer import SLOTS
 from shared_offload.weights.architecture import Architecture, read_architecture
 from shared_offload.weights.checkpoint import Checkpoint, open_checkpoint
 
@@ -30,9 +34,32 @@ class Inventory:
     """None for t2v."""
     vae: Path
 
+    def paths(self) -> tuple[Path, ...]:
+        """All files that every rank must find alike."""
+        parts = (self.t5, self.clip, self.vae)
+        return (*self.checkpoint.files, *(path for path in parts if path is not None))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Survey:
+    """What was found, and everything that is wrong."""
+
+    arch: Architecture | None
+    inventory: Inventory | None
+    """None where anything is wrong."""
+    errors: tuple[OffloadError, ...]
+
 
 def take_inventory(settings: Settings) -> Inventory:
     """Find all files, and index the DiT's. Everything that is wrong is raised together."""
+    survey = survey_files(settings)
+    raise_all(survey.errors)
+    assert survey.inventory is not None  # each lack was an error
+    return survey.inventory
+
+
+def survey_files(settings: Settings) -> Survey:
+    """As `take_inventory`, for callers with more to check: raises nothing of a user's making."""
     errors: list[OffloadError] = []
 
     def attempt(what: Callable[[], T]) -> T | None:
@@ -44,24 +71,50 @@ def take_inventory(settings: Settings) -> Inventory:
             errors.append(error)
         return None
 
+    for name in dict.fromkeys((settings.self_attn_1_type, settings.cross_attn_1_type)):
+        attempt(partial(check_attention_name, name))
     arch = attempt(lambda: read_architecture(settings.model_path))
     t5 = attempt(lambda: t5_file(settings))
     tokenizer = attempt(lambda: tokenizer_folder(settings))
     clip = attempt(lambda: clip_file(settings)) if settings.task == "i2v" else None
     vae = attempt(lambda: vae_file(settings))
-    checkpoint: Checkpoint | None = None
-    if arch is not None:
-        known = arch
-        errors += _contradictions(settings, arch)
-        checkpoint = attempt(
-            lambda: open_checkpoint(
-                dit_path(settings), known, quantised=settings.dit_quantized, task=settings.task
-            )
-        )
-    raise_all(errors)
+    checkpoint = attempt(partial(_index, settings, arch, errors)) if arch else None
+    if errors:
+        return Survey(arch=arch, inventory=None, errors=tuple(errors))
     assert arch and checkpoint and t5 and tokenizer and vae  # each lack was an error
-    return Inventory(
+    files = Inventory(
         arch=arch, checkpoint=checkpoint, t5=t5, tokenizer=tokenizer, clip=clip, vae=vae
+    )
+    return Survey(arch=arch, inventory=files, errors=())
+
+
+def _index(settings: Settings, arch: Architecture, errors: list[OffloadError]) -> Checkpoint:
+    errors += _contradictions(settings, arch)
+    return open_checkpoint(
+        dit_path(settings), arch, quantised=settings.dit_quantized, task=settings.task
+    )
+
+
+def gpu_needs(settings: Settings, files: Inventory) -> dict[str, int]:
+    """What each rank certainly holds at once on its GPU, by name, in bytes; see `gpu_plan`."""
+    layout = files.checkpoint.layout(settings.compute_dtype)
+    units = layout.units("phase" if settings.offload_granularity == "phase" else "block")
+    streams = settings.cpu_offload and settings.offload_granularity != "model"
+    slots = SLOTS * max(unit.nbytes for unit in units)
+    blocks = layout.num_blocks * layout.block_nbytes
+    if streams:
+        kept = 0 if settings.resident_blocks == "auto" else settings.resident_blocks
+        blocks = min(blocks, slots + kept * layout.block_nbytes)
+    height, width = settings.size
+    return gpu_plan(
+        files.arch,
+        frames=settings.num_frames,
+        height=height,
+        width=width,
+        block_weights=blocks,
+        dtype_nbytes=torch_dtype(settings.dtype).itemsize,
+        seq_p_size=settings.parallel.seq_p_size,
+        branches=settings.branches // settings.parallel.cfg_p_size,
     )
 
 

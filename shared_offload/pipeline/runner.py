@@ -42,7 +42,13 @@ IMAGE_DTYPE = {"cpu": torch.float32, "cuda": torch.float16}
 class Runner:
     """The modules of one pipeline. Making one checks all files and loads nothing."""
 
-    def __init__(self, settings: Settings, ranks: Ranks | None, progress: Progress) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        ranks: Ranks | None,
+        progress: Progress,
+        inventory: Inventory | None = None,
+    ) -> None:
         if ranks is None:
             facts = RankFacts()
             ranks = Ranks.start(facts, choose_device(facts, settings.device, False))
@@ -50,7 +56,7 @@ class Runner:
         self.ranks = ranks
         self.progress = progress
         self.device = ranks.device
-        self.inventory: Inventory = take_inventory(settings)
+        self.inventory: Inventory = inventory or take_inventory(settings)
         self._dit: LoadedDit | None = None
         self._loads = 0
         self._texts, self._images, self._vae = self._modules()

@@ -23,6 +23,7 @@ from shared_offload.streaming.slots import Packed, Slots, resident_nbytes
 from shared_offload.streaming.source import Source
 from shared_offload.weights.layout import Unit
 
+SLOTS = 2  # one computes while the other is filled
 _RESIDENT = -1  # where a unit lies, when not in a slot
 _NOTHING = -1  # what lies in a slot, when no unit
 
@@ -53,7 +54,7 @@ class StreamedSource(Source):
         host: torch.Tensor,
         device: torch.device,
         *,
-        slots: int = 2,
+        slots: int = SLOTS,
         resident_blocks: ResidentBlocks = 0,
         engine: CopyEngine[Any] | None = None,
         note: Callable[[str], None] = _ignore,

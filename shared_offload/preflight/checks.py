@@ -8,6 +8,7 @@ only there it is known who shares.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Literal
 import torch
 
 from shared_offload.errors import ConfigError, OffloadError, PreflightError, Problems, from_json
+from shared_offload.preflight.plan import total_of
 from shared_offload.ranks.board import Board
 from shared_offload.ranks.devices import (
     host_gpus,
@@ -25,10 +27,7 @@ from shared_offload.ranks.devices import (
 )
 from shared_offload.ranks.facts import RankFacts, member_facts, visible_devices_variable
 from shared_offload.ranks.group import wrong_world
-from shared_offload.weights.architecture import PATCH, Architecture, non_block_shapes
 
-VAE_STRIDE = (4, 8, 8)  # frames, rows and columns of the video that make one latent
-VAE_CHANNELS = 96  # of the decoder's last layers, at full resolution
 GIB = 1 << 30
 
 DeviceChoice = Literal["auto", "cpu", "cuda"]
@@ -56,6 +55,8 @@ class RankReport:
     gpu: GpuReport | None
     files: dict[str, tuple[int, int] | None]
     """Size and modification time in ns of each file; None where the rank does not see it."""
+    settings: str
+    """A digest of what was asked for."""
     errors: tuple[str, ...]
 
     @classmethod
@@ -77,6 +78,8 @@ class Preflight:
     allow_shared_gpu: bool
     seq_p_size: int
     cfg_p_size: int
+    settings: str = ""
+    """What was asked for, as any text: all ranks must have been asked for the same."""
     heads: int | None = None
     """None: config.json could not be read, which is among `found`."""
     gpu_needs: Mapping[str, int] = field(default_factory=dict)
@@ -95,6 +98,7 @@ class Preflight:
         if self.heads is not None:
             errors += check_heads(self.heads, self.seq_p_size, visible)
         errors += merge_errors(reports)
+        errors += check_settings(reports)
         errors += check_files(reports)
         if self.device == "cuda" or any(report.visible for report in reports):
             count_errors, notes = check_gpu_count(reports, self.allow_shared_gpu)
@@ -121,6 +125,7 @@ class Preflight:
             visible=visible,
             gpu=gpu_report(self.facts.local_rank % visible) if visible else None,
             files={str(path): _file_facts(path) for path in self.files},
+            settings=hashlib.sha256(self.settings.encode()).hexdigest(),
             errors=tuple(error.to_json() for error in found),
         )
 
@@ -269,11 +274,32 @@ def _short_of_gpu_memory(
     )
 
 
+def check_settings(reports: Sequence[RankReport]) -> list[OffloadError]:
+    """Ranks of several hosts read a JSON each, and it may not be the same one."""
+    other = [report.rank for report in reports if report.settings != reports[0].settings]
+    if not other:
+        return []
+    hosts = sorted({report.hostname for report in reports if report.rank in other})
+    return [
+        ConfigError(
+            f"rank {_list(other)} (on {', '.join(hosts)}) has other settings than rank 0",
+            expected="the same flags and the same JSON on every host",
+            hint="compare the files of --config_json and the command lines",
+            key="config_json",
+            ranks=other,
+        )
+    ]
+
+
 def check_files(reports: Sequence[RankReport]) -> list[OffloadError]:
-    """Files that only some ranks see, or that are not the same for all."""
+    """Files that only some ranks see, or that are not the same for all.
+
+    A rank that has not listed a file and reports errors has said there what it lacks.
+    """
     errors: list[OffloadError] = []
     for path in reports[0].files:
-        seen = {report.rank: report.files.get(path) for report in reports}
+        said = [r for r in reports if path in r.files or not r.errors]
+        seen = {report.rank: report.files.get(path) for report in said}
         blind = [rank for rank, facts in seen.items() if facts is None]
         sizes = sorted({facts[0] for facts in seen.values() if facts is not None})
         if blind and sizes:
@@ -330,54 +356,3 @@ def _holders(host: Sequence[RankReport]) -> list[list[RankReport]]:
 
 def _list(numbers: Sequence[int]) -> str:
     return ", ".join(map(str, numbers))
-
-
-# -- GPU memory ------------------------------------------------------------------------------------
-
-
-def gpu_plan(
-    arch: Architecture,
-    *,
-    frames: int,
-    height: int,
-    width: int,
-    block_weights: int,
-    dtype_nbytes: int,
-    seq_p_size: int,
-    branches: int,
-) -> dict[str, int]:
-    """What a rank certainly holds at once on its GPU, by name, in bytes.
-
-    `block_weights`: the slots when streaming (slots x the largest unit), else all blocks.
-    A lower bound: kernels' workspaces and fragmentation come on top, so a plan that does not fit
-    never works, and one that barely fits may not either. "activations or VAE" is the larger of two
-    that follow each other.
-    """
-    tokens = _tokens(frames, height, width)
-    local = -(-tokens // seq_p_size)
-    # Residual stream of each branch, and in self-attention: normed x, q, k, v and the output.
-    attention = local * arch.dim * (branches + 5)
-    # In the feed-forward: normed x, and the hidden layer.
-    feed_forward = local * (arch.dim * (branches + 1) + arch.ffn_dim)
-    # The decoder makes one latent's frames at a time; a layer holds its input and its output.
-    decode = 2 * VAE_STRIDE[0] * height * width * VAE_CHANNELS
-    non_block = sum(_numel(shape) for shape in non_block_shapes(arch).values())
-    return {
-        "block weights": block_weights,
-        "other weights": non_block * dtype_nbytes,
-        "activations or VAE": max(attention, feed_forward, decode) * dtype_nbytes,
-    }
-
-
-def total_of(needs: Mapping[str, int]) -> int:
-    """All parts of a plan together."""
-    return sum(needs.values())
-
-
-def _tokens(frames: int, height: int, width: int) -> int:
-    latent = ((frames - 1) // VAE_STRIDE[0] + 1, height // VAE_STRIDE[1], width // VAE_STRIDE[2])
-    return _numel([size // patch for size, patch in zip(latent, PATCH, strict=True)])
-
-
-def _numel(shape: Sequence[int]) -> int:
-    return int(torch.Size(shape).numel())

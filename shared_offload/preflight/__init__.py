@@ -1,0 +1,8 @@
+"""WHO CHECKS what the host has: files, ranks, GPUs and their memory, before anything is loaded."""
+
+from __future__ import annotations
+
+from shared_offload.preflight.checks import Preflight
+from shared_offload.preflight.plan import gpu_plan
+
+__all__ = ["Preflight", "gpu_plan"]
