@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable
+import threading
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 import torch
 
 from shared_offload.weights.checkpoint import Checkpoint
-from shared_offload.weights.layout import DTYPE_BYTES, TENSOR_ALIGNMENT, Unit, align
-from shared_offload.weights.reader import Piece, fill, unit_pieces
+from shared_offload.weights.layout import TENSOR_ALIGNMENT, Unit, align
+from shared_offload.weights.reader import Piece, fill, unit_pieces, whole_piece
 from shared_offload.weights.views import TORCH_DTYPES
 
 # Below 32,768 elements torch converts in the calling thread. Above, each reader thread would start
@@ -29,6 +29,34 @@ def cast_bytes(src: memoryview, src_dtype: str, dst: memoryview, dst_dtype: str)
         target[part].copy_(source[part])
 
 
+def fill_tensors(
+    pieces: Sequence[Piece],
+    dest: memoryview,
+    *,
+    threads: int,
+    cpus: Collection[int] | None = None,
+    on_bytes: Callable[[int], None] = lambda _: None,
+    stop: threading.Event | None = None,
+) -> None:
+    """`fill` with all that pieces may need: dtype changes, and merges on one torch thread each."""
+    team = torch.get_num_threads()
+    if any(piece.merge for piece in pieces):
+        torch.set_num_threads(1)  # which the reader threads inherit: they are the team
+    try:
+        fill(
+            pieces,
+            dest,
+            threads=threads,
+            cpus=cpus,
+            on_bytes=on_bytes,
+            stop=stop,
+            convert=cast_bytes,
+        )
+    finally:
+        if torch.get_num_threads() != team:
+            torch.set_num_threads(team)
+
+
 def read_tensors(
     checkpoint: Checkpoint,
     names: Iterable[str],
@@ -45,16 +73,11 @@ def read_tensors(
     end = 0
     wanted = dict.fromkeys(names)
     for name in wanted:
-        entry = checkpoint.entries[name]
-        dtype = entry.dtype if dtype_of is None else dtype_of(name)
-        nbytes = math.prod(entry.shape) * DTYPE_BYTES[dtype]
-        convert = None if dtype == entry.dtype else (entry.dtype, dtype)
-        start = align(end, TENSOR_ALIGNMENT)
-        end = start + nbytes
-        stamp = checkpoint.stamps[entry.path]
-        pieces.append(Piece(entry.path, entry.offset, entry.nbytes, start, nbytes, convert, stamp))
+        dtype = checkpoint.entries[name].dtype if dtype_of is None else dtype_of(name)
+        pieces.append(whole_piece(checkpoint, name, dtype, align(end, TENSOR_ALIGNMENT)))
+        end = pieces[-1].dest + pieces[-1].dest_nbytes
     buffer = torch.empty(end, dtype=torch.uint8)
-    fill(pieces, buffer_view(buffer), threads=threads, convert=cast_bytes)
+    fill_tensors(pieces, buffer_view(buffer), threads=threads)
     tensors: dict[str, torch.Tensor] = {}
     for name, piece in zip(wanted, pieces, strict=True):
         entry = checkpoint.entries[name]
@@ -72,7 +95,7 @@ def read_unit(
     Gaps between tensors are left as they are. Raises what `fill` raises.
     """
     view = buffer_view(dest) if isinstance(dest, torch.Tensor) else dest
-    fill(unit_pieces(checkpoint, unit), view, threads=threads, convert=cast_bytes)
+    fill_tensors(unit_pieces(checkpoint, unit), view, threads=threads)
 
 
 def buffer_view(buffer: torch.Tensor) -> memoryview:

@@ -14,7 +14,7 @@ import json
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Protocol
 
 from shared_offload.errors import CheckpointError, raise_all
 from shared_offload.weights import checks
@@ -26,20 +26,36 @@ from shared_offload.weights.names import from_diffusers, is_diffusers, to_diffus
 from shared_offload.weights.safetensors_header import Header, TensorEntry, read_header
 from shared_offload.weights.scales import scale_problems
 
-__all__ = ["Checkpoint", "TensorEntry", "block_name", "open_checkpoint"]
+__all__ = ["Checkpoint", "Merge", "TensorEntry", "block_name", "open_checkpoint"]
 
 Kind = Literal["official", "fp8", "diffusers"]
 
 
+class Merge(Protocol):
+    """What is added to one tensor while it is read (`lora.py`)."""
+
+    def __call__(
+        self, first: int, src: memoryview, src_dtype: str, dst: memoryview, dst_dtype: str
+    ) -> None:
+        """Write the elements from `first` on, merged, from `src` to `dst`. Called from threads."""
+
+    def identity(self) -> object:
+        """JSON values that differ where the sum does."""
+
+
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """The index of a checkpoint. `entries` are by Wan's full names; no file is held open."""
+    """The index of a checkpoint. `entries` are by Wan's full names; no file is held open.
+
+    Whoever reads a tensor that `merges` names applies its merge; `reader.Piece` carries it.
+    """
 
     arch: Architecture
     entries: Mapping[str, TensorEntry]
     quantised: bool
     stamps: Mapping[Path, FileStamp]
     kind: Kind
+    merges: Mapping[str, Merge] = dataclasses.field(default_factory=dict)
 
     @property
     def files(self) -> tuple[Path, ...]:
@@ -62,7 +78,8 @@ class Checkpoint:
             for e in sorted(self.entries.values(), key=lambda entry: entry.name)
         ]
         stamps = sorted((str(p.resolve()), s.size, s.mtime_ns) for p, s in self.stamps.items())
-        text = json.dumps([dataclasses.asdict(self.arch), index, stamps], sort_keys=True)
+        merges = sorted((name, merge.identity()) for name, merge in self.merges.items())
+        text = json.dumps([dataclasses.asdict(self.arch), index, stamps, merges], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()
 
 

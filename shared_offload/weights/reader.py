@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shared_offload.errors import CheckpointError, NumaError
-from shared_offload.weights.checkpoint import Checkpoint, block_name
+from shared_offload.weights.checkpoint import Checkpoint, Merge, block_name
 from shared_offload.weights.files import FileStamp, OpenFiles
 from shared_offload.weights.layout import (
     DTYPE_BYTES,
@@ -41,7 +41,11 @@ Converter = Callable[[memoryview, str, memoryview, str], None]
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A range of a file and its place in the destination; `convert` is (from dtype, to dtype)."""
+    """A range of a file and its place in the destination; `convert` is (from dtype, to dtype).
+
+    `merge` (with `convert` set, be it to the same dtype) adds to the elements from `first` of its
+    tensor on.
+    """
 
     path: Path
     offset: int
@@ -50,6 +54,8 @@ class Piece:
     dest_nbytes: int
     convert: tuple[str, str] | None
     stamp: FileStamp | None = None  # of the file when its header was read
+    merge: Merge | None = None
+    first: int = 0
 
 
 def block_pieces(checkpoint: Checkpoint, layout: BlockLayout) -> list[Piece]:
@@ -66,6 +72,21 @@ def unit_pieces(checkpoint: Checkpoint, unit: Unit) -> list[Piece]:
     """One unit of a checkpoint; `dest` counts from the start of the unit."""
     pieces = [_piece(checkpoint, unit.block, tensor) for tensor in unit.tensors]
     return sorted(pieces, key=_file_order)
+
+
+def whole_piece(checkpoint: Checkpoint, name: str, dtype: str, dest: int) -> Piece:
+    """One tensor by its full name, as `dtype`, at `dest`."""
+    entry, merge = checkpoint.entries[name], checkpoint.merges.get(name)
+    return Piece(
+        path=entry.path,
+        offset=entry.offset,
+        nbytes=entry.nbytes,
+        dest=dest,
+        dest_nbytes=entry.nbytes // DTYPE_BYTES[entry.dtype] * DTYPE_BYTES[dtype],
+        convert=None if entry.dtype == dtype and merge is None else (entry.dtype, dtype),
+        stamp=checkpoint.stamps[entry.path],
+        merge=merge,
+    )
 
 
 def fill(
@@ -137,12 +158,15 @@ class _Worker:
         if piece.convert is None:
             self.files.read_into(piece.path, piece.offset, place)
             return
-        if self.convert is None:
-            raise ValueError(f"piece of {piece.path} changes its dtype, but no converter is given")
         source, target = piece.convert
         raw = bounce[: piece.nbytes]
         self.files.read_into(piece.path, piece.offset, raw)
-        self.convert(raw, source, place, target)
+        if piece.merge is not None:
+            piece.merge(piece.first, raw, source, place, target)
+        elif self.convert is not None:
+            self.convert(raw, source, place, target)
+        else:
+            raise ValueError(f"piece of {piece.path} changes its dtype, but no converter is given")
 
 
 def _piece(checkpoint: Checkpoint, block: int, tensor: PlacedTensor) -> Piece:
@@ -150,14 +174,13 @@ def _piece(checkpoint: Checkpoint, block: int, tensor: PlacedTensor) -> Piece:
     name = block_name(block, tensor.name if half is None else MODULATION)
     entry = checkpoint.entries[name]
     nbytes = entry.nbytes if half is None else entry.nbytes // len(MODULATION_HALVES)
-    return Piece(
-        path=entry.path,
-        offset=entry.offset + (half or 0) * nbytes,
+    start = (half or 0) * nbytes
+    return dataclasses.replace(
+        whole_piece(checkpoint, name, tensor.dtype, tensor.offset),
+        offset=entry.offset + start,
         nbytes=nbytes,
-        dest=tensor.offset,
         dest_nbytes=tensor.nbytes,
-        convert=None if entry.dtype == tensor.dtype else (entry.dtype, tensor.dtype),
-        stamp=checkpoint.stamps[entry.path],
+        first=start // DTYPE_BYTES[entry.dtype],
     )
 
 
@@ -189,6 +212,7 @@ def _parts(piece: Piece) -> Iterator[Piece]:
             nbytes=nbytes,
             dest=piece.dest + _converted(start, piece),
             dest_nbytes=_converted(nbytes, piece),
+            first=piece.first + (start // DTYPE_BYTES[piece.convert[0]] if piece.convert else 0),
         )
 
 

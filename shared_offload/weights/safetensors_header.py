@@ -58,6 +58,8 @@ class Header:
     stamp: FileStamp
     entries: Mapping[str, TensorEntry]
     problems: tuple[CheckpointError, ...]
+    notes: Mapping[str, object]
+    """Its `__metadata__`: whatever the writer of the file had to say."""
 
 
 def read_header(path: Path) -> Header:
@@ -74,10 +76,11 @@ def read_header(path: Path) -> Header:
     except OSError as error:
         raise unreadable(path, error) from error
     payload = _LENGTH_NBYTES + length
-    entries = [_entry(path, payload, *item) for item in _parse(path, data).items()]
+    raw, notes = _parse(path, data)
+    entries = [_entry(path, payload, *item) for item in raw.items()]
     entries.sort(key=lambda entry: (entry.offset, entry.nbytes))
     problems = _place_problems(path, payload, stamp.size, entries)
-    return Header(path, stamp, {entry.name: entry for entry in entries}, tuple(problems))
+    return Header(path, stamp, {entry.name: entry for entry in entries}, tuple(problems), notes)
 
 
 def _check_length(path: Path, length: int, size: int) -> None:
@@ -93,7 +96,8 @@ def _check_length(path: Path, length: int, size: int) -> None:
         raise _truncated(path, size, _LENGTH_NBYTES + length, "its header alone")
 
 
-def _parse(path: Path, data: bytes) -> dict[str, object]:
+def _parse(path: Path, data: bytes) -> tuple[dict[str, object], dict[str, object]]:
+    """The table of tensors and the notes beside it."""
     try:
         raw = json.loads(data.decode("utf-8"), object_pairs_hook=_without_doubles)
         if not isinstance(raw, dict):
@@ -106,7 +110,7 @@ def _parse(path: Path, data: bytes) -> dict[str, object]:
         raise CheckpointError(
             f"{path} has a damaged header: {error}", hint=_AGAIN, path=str(path), **name
         ) from error
-    return cast("dict[str, object]", raw)
+    return cast("dict[str, object]", raw), cast("dict[str, object]", notes)
 
 
 class _DoubleKeyError(ValueError):
