@@ -9,6 +9,7 @@
     pinning.py    registration with CUDA
     request.py    what a caller asks for and hands in
     leader.py     create, place, fill, verify, seal
+    lending.py    or take what a weight server holds
     lifecycle.py  opening and closing, step by step
     summary.py    what became of it
     tensor.py     an arena as a torch tensor; alone here to import torch
@@ -18,6 +19,8 @@ States of an arena, and who may move it. Only the leader writes the state; each 
     (none) --leader--> created    the segment exists, is attached, and is marked for removal
     created --leader--> filling   pages have their policy; bytes arrive, counted
     filling --leader--> sealed    complete, stamped, verified; nobody writes again
+    (none) --leader--> waiting    a weight server is filling it; bytes counted
+    waiting --leader--> sealed    attached to the server's; or created, when nothing came of it
     any ----any rank--> failed    the first error published is the error of all; terminal
 
 The kernel frees the segment with its last attachment: in every state, however processes end.

@@ -14,7 +14,7 @@ import mmap
 import os
 import secrets
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -208,10 +208,15 @@ def _stranger(ticket: Ticket, why: str) -> ArenaError:
 
 
 def find_segment(segment_id: int, table: Path = TABLE) -> dict[str, int] | None:
-    """The kernel's row for a segment of this IPC namespace: size, perms, cpid, nattch, ..."""
+    """The kernel's row for a segment of this IPC namespace; None when there is none."""
+    return next((row for row in all_segments(table) if row["shmid"] == segment_id), None)
+
+
+def all_segments(table: Path = TABLE) -> Iterator[dict[str, int]]:
+    """The kernel's rows for all segments of this IPC namespace: shmid, size, perms, cpid, nattch,
+    uid, ctime, ...
+    """
     names, *rows = (line.split() for line in table.read_text().splitlines())
     for row in rows:
-        if int(row[1]) == segment_id:
-            fields = dict(zip(names, row, strict=True))
-            return {k: int(v, 8 if k == "perms" else 10) for k, v in fields.items() if k != "key"}
-    return None
+        fields = dict(zip(names, row, strict=True))
+        yield {k: int(v, 8 if k == "perms" else 10) for k, v in fields.items() if k != "key"}

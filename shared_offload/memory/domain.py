@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from typing import Any
 
-from shared_offload.errors import NumaError, OffloadError
+from shared_offload.errors import ArenaError, NumaError, OffloadError
 from shared_offload.memory.arena import segment_size
 from shared_offload.memory.limits import (
     Demand,
@@ -53,6 +53,18 @@ class Scope(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Offer:
+    """What a weight server answered a rank that asked for its weights."""
+
+    nodes: tuple[int | None, ...] = ()
+    """`Domain.bound_node` of each arena that it holds, or is filling."""
+    why_not: str = ""
+    """Where it has none for this rank: the reason, a clause."""
+    required: bool = False
+    """To load without it is an error."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Claim:
     """What one rank asks for, and all that the others must know to answer."""
 
@@ -66,6 +78,8 @@ class Claim:
     """Of layout and content: ranks share only what is equal."""
     nbytes: int
     limits: HostLimits
+    offer: Offer | None = None
+    """None: nobody was asked."""
 
     def to_json(self) -> dict[str, Any]:
         """The fields, as JSON types."""
@@ -75,10 +89,12 @@ class Claim:
 def claim_from_json(raw: dict[str, Any]) -> Claim:
     """The claim that `to_json` wrote, also when JSON has turned its integer keys into text."""
     limits = {**raw["limits"], "nodes": {int(k): v for k, v in raw["limits"]["nodes"].items()}}
+    offer = raw["offer"]
     changed = {
         "member": Member(**raw["member"]),
         "scope": Scope(raw["scope"]),
         "limits": HostLimits(**limits),
+        "offer": offer and Offer(**{**offer, "nodes": tuple(offer["nodes"])}),
     }
     return Claim(**{**raw, **changed})
 
@@ -106,6 +122,21 @@ class Domain:
         """Its pages are to be on `node` and nowhere else."""
         return self.scope.bound and self.node is not None
 
+    @property
+    def bound_node(self) -> int | None:
+        """The node that pages must be on; None where there is no choice, or no binding."""
+        return self.node if self.bound and len(self.leader.limits.nodes) > 1 else None
+
+    @property
+    def lent(self) -> bool:
+        """A weight server has an arena for it, so none is to be filled."""
+        offer = self.leader.offer
+        return offer is not None and self.bound_node in offer.nodes
+
+    def without_offer(self) -> Domain:
+        """The same ranks, on their own."""
+        return replace(self, claims=(replace(self.leader, offer=None), *self.claims[1:]))
+
 
 def resolve_scope(claims: Iterable[Claim]) -> Scope:
     """The scope of a run: what was asked, with `auto` decided over all ranks alike."""
@@ -130,7 +161,7 @@ def form_domains(claims: Sequence[Claim]) -> list[Domain]:
 
 def find_problems(domains: Sequence[Domain]) -> list[OffloadError]:
     """All that is known to go wrong before anything is created."""
-    return [*_unknown_nodes(domains), *_too_little(domains)]
+    return [*_unknown_nodes(domains), *_not_lent(domains), *_too_little(domains)]
 
 
 def _unknown_nodes(domains: Sequence[Domain]) -> Iterable[OffloadError]:
@@ -148,10 +179,34 @@ def _unknown_nodes(domains: Sequence[Domain]) -> Iterable[OffloadError]:
             )
 
 
+def _not_lent(domains: Sequence[Domain]) -> Iterable[OffloadError]:
+    refused = [d for d in domains if d.leader.offer and d.leader.offer.required and not d.lent]
+    for why in dict.fromkeys(map(_why_not, refused)):
+        yield ArenaError(
+            f"weight_server is require, but {why}",
+            hint="start `shared-offload serve-weights` with the same JSON, or set weight_server "
+            "auto",
+            key="weight_server",
+        )
+
+
+def _why_not(domain: Domain) -> str:
+    offer = domain.leader.offer
+    if offer is None or not offer.nodes:
+        return offer.why_not if offer else ""
+    held = " and ".join(
+        "on no node in particular" if n is None else f"on node {n}" for n in offer.nodes
+    )
+    wanted = "without a node" if domain.bound_node is None else f"on node {domain.bound_node}"
+    return f"the weight server holds these weights {held}, and they are wanted {wanted}"
+
+
 def _too_little(domains: Sequence[Domain]) -> Iterable[OffloadError]:
     """Each limit against all the arenas that count towards it."""
     groups: defaultdict[tuple[Shortage, tuple[str, ...]], list[Domain]] = defaultdict(list)
     for domain in domains:
+        if domain.lent:
+            continue
         member, limits = domain.leader.member, domain.leader.limits
         groups[memory_shortages, (member.boot_id,)].append(domain)
         groups[ipc_shortages, (member.boot_id, member.ipc_namespace)].append(domain)
@@ -183,3 +238,10 @@ def separation_notes(domains: Sequence[Domain]) -> list[str]:
                 "copy of its own (containers share one with docker run --ipc=host)"
             )
     return notes
+
+
+def lender_notes(domains: Sequence[Domain]) -> list[str]:
+    """A line for each reason why ranks load what a weight server might have lent them."""
+    alone = [d for d in domains if d.leader.offer and not d.lent and not d.scope.private]
+    reasons = filter(None, dict.fromkeys(map(_why_not, alone)))
+    return [f"weights are loaded by this run: {why}" for why in reasons]

@@ -55,7 +55,7 @@ def lead(
         seconds = _fill(mapping, ticket, domain, vigil, fill, observer)
         seal(mapping, ticket)
         filling = Filling(seconds, numa.placement(mapping.address, mapping.size))
-        _verify(filling, domain, observer)
+        verify(filling, domain, observer)
     except BaseException as error:
         vigil.fail(error)  # before the segment goes: followers look for a reason when it has gone
         mapping.release()
@@ -63,11 +63,6 @@ def lead(
     sealed = {"state": "sealed", "ticket": ticket.to_json(), "filling": filling.to_json()}
     vigil.publish(key, sealed)
     return ticket, mapping
-
-
-def _bound_node(domain: Domain) -> int | None:
-    """The node that pages must be on; None where there is no choice, or no binding."""
-    return domain.node if domain.bound and len(numa.memory_nodes()) > 1 else None
 
 
 def _place(mapping: Mapping, domain: Domain, observer: Observer) -> None:
@@ -122,9 +117,9 @@ def _fill(
     return time.monotonic() - begun
 
 
-def _verify(filling: Filling, domain: Domain, observer: Observer) -> None:
+def verify(filling: Filling, domain: Domain, observer: Observer) -> None:
     """Pages are where the policy says; strict: or it is an error."""
-    node, placement = _bound_node(domain), filling.placement
+    node, placement = domain.bound_node, filling.placement
     if node is None:
         return
     misplaced = placement.outside(node) if placement else 0

@@ -4,7 +4,8 @@ The steps, on every rank alike but where it says leader:
 
     1. claim     publish what this rank asks for, read what the others do
     2. agree     form the domains, refuse what cannot fit; the same verdict on every rank
-    3. fill      leader: create, place, fill, seal; the others wait, with its progress
+    3. obtain    leader: create, place, fill, seal (leader.py), or take what a weight server holds
+                 (lending.py); the others wait, with its progress
     4. attach    read-only, the leader too: its writable mapping ends with the filling
     5. pin       register with CUDA
     6. meet      leader: hold on until all of its domain have attached
@@ -27,9 +28,11 @@ from shared_offload.memory.domain import (
     claim_from_json,
     find_problems,
     form_domains,
+    lender_notes,
     separation_notes,
 )
 from shared_offload.memory.leader import Meter, lead, state_key
+from shared_offload.memory.lending import Lender, take
 from shared_offload.memory.limits import read_limits
 from shared_offload.memory.pinning import Pins, Registrar, chunk_spans, pin
 from shared_offload.memory.request import SILENT, ArenaRequest, Fill, Observer, Party
@@ -45,13 +48,15 @@ def open_arena(
     fill: Fill,
     registrar: Registrar | None = None,
     observer: Observer = SILENT,
+    lender: Lender | None = None,
 ) -> HostArena:
     """Collective. This rank's attachment to the one arena of its domain, sealed and registered.
 
-    Only a leader calls `fill`. Without a registrar nothing is registered. Peak memory: the arena.
+    Only a leader calls `fill`, and not when `lender` has the arena (asked for shared scopes only).
+    Without a registrar nothing is registered. Peak memory: the arena.
     Raises the first error of any rank, on every rank, within seconds.
     """
-    opening = _Opening(request, party, fill, registrar, observer)
+    opening = _Opening(request, party, fill, registrar, observer, lender)
     try:
         return opening.run()
     except BaseException as error:
@@ -72,14 +77,16 @@ class _Opening:
         fill: Fill,
         registrar: Registrar | None,
         observer: Observer,
+        lender: Lender | None,
     ) -> None:
+        self._lender = None if request.scope.private else lender
         self._request = request
         self._party = party
         self._fill = fill
         self._registrar = registrar
         self._observer = observer
         self.vigil = Vigil(party.board, party.me, request.name)
-        self._writable: Mapping | None = None
+        self._obtained: Mapping | None = None
         self._mapping: Mapping | None = None
         self._pins: Pins | None = None
 
@@ -88,8 +95,7 @@ class _Opening:
         me = self._party.me.rank
         domain = next(d for d in domains if me in d.ranks)
         if domain.leader.member.rank == me:
-            filled = lead(self._request, domain, self.vigil, self._fill, self._observer)
-            ticket, self._writable = filled
+            ticket, self._obtained = self._obtain(domain)
             waits_for = domain.ranks
         else:
             ticket, waits_for = self._follow(domain), ()
@@ -105,14 +111,14 @@ class _Opening:
             if self._pins is not None:
                 self._pins.undo()
         finally:
-            self._drop_writable()
+            self._drop_obtained()
             if self._mapping is not None:
                 self._mapping.release()
 
-    def _drop_writable(self) -> None:
-        if self._writable is not None:
-            self._writable.release()
-            self._writable = None
+    def _drop_obtained(self) -> None:
+        if self._obtained is not None:
+            self._obtained.release()
+            self._obtained = None
 
     def _agree(self) -> list[Domain]:
         request, party, vigil = self._request, self._party, self.vigil
@@ -124,6 +130,7 @@ class _Opening:
             fingerprint=request.fingerprint,
             nbytes=request.nbytes,
             limits=read_limits(),
+            offer=self._lender.offer(party.me) if self._lender else None,
         )
         vigil.publish(f"claim/{party.me.rank}", mine.to_json())
         notes = (vigil.wait(f"claim/{rank}") for rank in range(party.world_size))
@@ -131,9 +138,26 @@ class _Opening:
         vigil.watch(claim.member for claim in claims)
         domains = form_domains(claims)
         raise_all(find_problems(domains))
-        for line in separation_notes(domains) if party.me.rank == 0 else ():
-            self._observer.note(line)
+        if party.me.rank == 0:
+            for line in (*separation_notes(domains), *lender_notes(domains)):
+                self._observer.note(line)
         return domains
+
+    # -- the leader --------------------------------------------------------------------------------
+
+    def _obtain(self, domain: Domain) -> tuple[Ticket, Mapping]:
+        """A sealed arena, and a mapping that holds it: the lender's, else one filled here."""
+        if self._lender is not None and domain.lent:
+            try:
+                return take(self._lender, self._request, domain, self.vigil, self._observer)
+            except OffloadError as error:
+                self.vigil.check()  # it may be the run that failed
+                if domain.leader.offer is not None and domain.leader.offer.required:
+                    raise
+                self._observer.note(f"weights are loaded by this run after all: {error.what}")
+            domain = domain.without_offer()
+            raise_all(find_problems([domain]))
+        return lead(self._request, domain, self.vigil, self._fill, self._observer)
 
     # -- the followers -----------------------------------------------------------------------------
 
@@ -144,7 +168,8 @@ class _Opening:
             if note["state"] == "sealed":
                 return True
             self._observer.progress("wait", note.get("done", 0), self._request.nbytes)
-            self._expect_held(note["ticket"]["segment_id"], domain)
+            if "ticket" in note:
+                self._expect_held(note["ticket"]["segment_id"], domain)
             return False
 
         return Ticket(**self.vigil.wait(state_key(domain), ready)["ticket"])
@@ -162,7 +187,7 @@ class _Opening:
         registrar = self._registrar
         read_only = registrar is None or registrar.read_only_supported
         mapping = self._attach(ticket, domain, read_only=read_only)
-        self._drop_writable()  # before registration maps every page a second time
+        self._drop_obtained()  # before registration maps every page a second time
         if registrar is None:
             return mapping
         if read_only:
@@ -257,7 +282,7 @@ class HostArena:
         for domain in self._domains:
             state = self._vigil.wait(state_key(domain), lambda n: bool(n["state"] == "sealed"))
             ranks = [self._vigil.wait(f"{OPEN}/{rank}") for rank in domain.ranks]
-            reports.append(combine(domain, state["filling"], ranks))
+            reports.append(combine(domain, state, ranks))
         return reports
 
     def close(self) -> None:

@@ -65,6 +65,8 @@ class ArenaReport:
     """Of the slowest rank."""
     saved_nbytes: int
     """Host memory that copies of its own for each rank would have taken beyond this."""
+    lender: str = ""
+    """Who filled it, when it was not this run."""
 
     @property
     def fill_gb_per_second(self) -> float:
@@ -76,11 +78,9 @@ class ArenaReport:
         return {**asdict(self), "fill_gb_per_second": self.fill_gb_per_second}
 
 
-def combine(
-    domain: Domain, filling: dict[str, Any], ranks: Iterable[dict[str, Any]]
-) -> ArenaReport:
-    """The report of one arena from what its leader and its ranks published."""
-    filled = filling_from_json(filling)
+def combine(domain: Domain, state: dict[str, Any], ranks: Iterable[dict[str, Any]]) -> ArenaReport:
+    """The report of one arena from the sealed state and what its ranks published."""
+    filled = filling_from_json(state["filling"])
     members = [RankReport(**raw) for raw in ranks]
     leader = domain.leader
     placement = filled.placement
@@ -96,4 +96,5 @@ def combine(
         registered=" / ".join(sorted({member.registered for member in members})),
         register_seconds=max(member.register_seconds for member in members),
         saved_nbytes=leader.nbytes * (len(domain.ranks) - 1),
+        lender=state.get("lender", ""),
     )

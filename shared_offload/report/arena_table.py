@@ -10,13 +10,14 @@ from rich.table import Table
 GIB = 1 << 30
 
 
-def arena_table(rows: Sequence[Mapping[str, Any]]) -> Table:
+def arena_table(rows: Sequence[Mapping[str, Any]], *, saves: bool = True) -> Table:
     """One line an arena, from plain values by name: hostname, scope, node, nbytes, node_nbytes,
     huge_nbytes, ranks, fill_seconds, fill_gb_per_second, registered, register_seconds,
-    saved_nbytes. Seconds of registration are those of the slowest rank.
+    saved_nbytes, lender. Seconds of registration are those of the slowest rank.
+    `saves`: say what sharing saved.
     """
-    saved = sum(row["saved_nbytes"] for row in rows)
-    table = Table(title="Arenas in host memory", caption=_caption(saved), caption_justify="left")
+    caption = _caption(sum(row["saved_nbytes"] for row in rows)) if saves else None
+    table = Table(title="Arenas in host memory", caption=caption, caption_justify="left")
     for name in ("host", "scope", "ranks", "size", "pages on", "page size", "filled", "registered"):
         table.add_column(name, overflow="fold")
     for row in rows:
@@ -27,7 +28,7 @@ def arena_table(rows: Sequence[Mapping[str, Any]]) -> Table:
             _gib(row["nbytes"]),
             _placement(row["node_nbytes"]),
             _page_size(row),
-            f"{row['fill_seconds']:.2f} s, {row['fill_gb_per_second']:.1f} GB/s",
+            row["lender"] or f"{row['fill_seconds']:.2f} s, {row['fill_gb_per_second']:.1f} GB/s",
             _registration(row),
         )
     return table

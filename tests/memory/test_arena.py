@@ -145,11 +145,14 @@ Path("/proc/sys/kernel/shmmax").write_text("1000000")
 from shared_offload.errors import OffloadError
 from shared_offload.memory import arena, leader, numa
 from shared_offload.memory.board import LocalBoard
+from shared_offload.memory.domain import Scope
 from shared_offload.memory.lifecycle import open_arena
 from shared_offload.memory.request import ArenaRequest, Party
 from shared_offload.ranks.facts import member_facts
 leader.create = lambda *_: 1 / 0
-request = ArenaRequest(nbytes={MIB}, fingerprint="", scope="host", register_chunk_nbytes={MIB})
+request = ArenaRequest(
+    nbytes={MIB}, fingerprint="", scope=Scope.HOST, register_chunk_nbytes={MIB}
+)
 try:
     open_arena(request, Party(member_facts(0), None, 1, LocalBoard()), None)
 except OffloadError as error:

@@ -23,6 +23,7 @@ ROW: dict[str, Any] = {
     "registered": "read-only flag",
     "register_seconds": 0.84,
     "saved_nbytes": 45 * GIB,
+    "lender": "",
 }
 
 
@@ -36,6 +37,7 @@ ROW: dict[str, Any] = {
         ({"node_nbytes": None}, ["unknown"]),
         ({"huge_nbytes": 3 * GIB}, ["2 MiB 20 %, rest small"]),
         ({"huge_nbytes": 0}, ["small"]),
+        ({"lender": "weight server, pid 7"}, ["weight server, pid 7"]),
         ({"saved_nbytes": 0}, ["No memory saved"]),
         ({"registered": "not registered", "register_seconds": 0.0}, ["not registered"]),
     ],
