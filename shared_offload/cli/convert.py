@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import math
 from pathlib import Path
 
 from shared_offload.report.progress import Progress
 from shared_offload.weights.convert import LAYOUTS, NON_LINEAR_DTYPES, plan_conversion
+from shared_offload.weights.lora import LoraFile
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -31,13 +33,46 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         default="BF16",
         help="of everything that is not quantised (default: %(default)s); scales are always FP32",
     )
+    parser.add_argument(
+        "--lora",
+        type=lora_file,
+        action="append",
+        default=[],
+        metavar="PATH[:STRENGTH]",
+        help="merge a LoRA before quantising; again for several (default strength: 1)",
+    )
+    parser.add_argument(
+        "--lora_allow_unmatched",
+        action="store_true",
+        help="go on when keys of a LoRA do not belong to this model",
+    )
     parser.set_defaults(run=run)
+
+
+def lora_file(text: str) -> LoraFile:
+    """PATH, or PATH:STRENGTH."""
+    path, colon, strength = text.rpartition(":")
+    try:
+        value = float(strength) if colon else 1.0
+    except ValueError:
+        return LoraFile(Path(text))  # a colon of the path
+    if not math.isfinite(value):
+        raise argparse.ArgumentTypeError(f"strength is {strength}, not a number")
+    return LoraFile(Path(path), value) if colon else LoraFile(Path(text))
 
 
 def run(args: argparse.Namespace) -> int:
     """Convert, with progress on stderr."""
-    conversion = plan_conversion(args.model_path, args.layout, args.non_linear_dtype)
     progress = Progress()
+    conversion = plan_conversion(
+        args.model_path,
+        args.layout,
+        args.non_linear_dtype,
+        loras=args.lora,
+        allow_unmatched=args.lora_allow_unmatched,
+    )
+    for note in conversion.notes:
+        progress.note(note)
     with progress.task(f"writing {args.out}", conversion.nbytes, "B") as shown:
         conversion.write(args.out, shown.advance)
     return 0

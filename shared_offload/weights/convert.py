@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -34,6 +34,7 @@ from shared_offload.weights.discovery import NON_BLOCK_FILE, SINGLE_FILE
 from shared_offload.weights.files import OpenFiles
 from shared_offload.weights.fp8 import quantise_weight
 from shared_offload.weights.layout import FP8, SCALE
+from shared_offload.weights.lora import LoraFile, with_loras
 from shared_offload.weights.views import TORCH_DTYPES
 from shared_offload.weights.writer import (
     PARTIAL,
@@ -112,6 +113,8 @@ class Conversion:
 
     checkpoint: Checkpoint
     files: Files
+    notes: tuple[str, ...] = ()
+    """A line about each LoRA."""
 
     @property
     def nbytes(self) -> int:
@@ -126,28 +129,27 @@ class Conversion:
         """
         with _new_folder(out, self.nbytes) as folder:
             write_config(self.checkpoint.arch, folder / CONFIG_NAME)
-            entries = self.checkpoint.entries
             with OpenFiles(self.checkpoint.stamps) as opened:
-
-                def rows(name: str, first: int, end: int) -> Tensor:
-                    entry = entries[name]
-                    row_nbytes = entry.nbytes // entry.shape[0]
-                    data = torch.empty((end - first) * row_nbytes, dtype=torch.uint8)
-                    start = entry.offset + first * row_nbytes
-                    opened.read_into(entry.path, start, data.numpy().data)
-                    shape = (end - first, *entry.shape[1:])
-                    return data.view(TORCH_DTYPES[entry.dtype]).view(shape)
-
+                rows = partial(_read_rows, self.checkpoint, opened)
                 write_files(folder, self.files, rows, _threads(), on_bytes)
 
 
 def plan_conversion(
-    source_folder: Path, layout: FileLayout = "block", non_linear_dtype: NonLinearDtype = "BF16"
+    source_folder: Path,
+    layout: FileLayout = "block",
+    non_linear_dtype: NonLinearDtype = "BF16",
+    *,
+    loras: Sequence[LoraFile] = (),
+    allow_unmatched: bool = False,
 ) -> Conversion:
-    """Read the source's headers and lay out the result. Raises CheckpointError or Problems."""
+    """Read the headers of the source and of LoRAs to merge into it, and lay out the result.
+
+    Raises CheckpointError or Problems, also those of `with_loras`.
+    """
     arch = read_architecture(source_folder)
     checkpoint = open_checkpoint(source_folder, arch, quantised=False, task=arch.model_type)
-    return Conversion(checkpoint, fp8_files(arch, layout, non_linear_dtype))
+    merged, notes = with_loras(checkpoint, loras, allow_unmatched=allow_unmatched)
+    return Conversion(merged, fp8_files(arch, layout, non_linear_dtype), notes)
 
 
 def convert_to_fp8(
@@ -175,6 +177,25 @@ def _block_table(arch: Architecture, block: int, rest: str) -> TensorTable:
         else:
             table[name] = (rest, shape)
     return table
+
+
+def _read_rows(
+    checkpoint: Checkpoint, opened: OpenFiles, name: str, first: int, end: int
+) -> Tensor:
+    """Rows of a tensor: as they are on disk, or in fp32 where a LoRA is merged into them."""
+    entry, merge = checkpoint.entries[name], checkpoint.merges.get(name)
+    row_nbytes = entry.nbytes // entry.shape[0]
+    data = torch.empty((end - first) * row_nbytes, dtype=torch.uint8)
+    opened.read_into(entry.path, entry.offset + first * row_nbytes, data.numpy().data)
+    shape = (end - first, *entry.shape[1:])
+    if merge is None:
+        return data.view(TORCH_DTYPES[entry.dtype]).view(shape)
+    merged = torch.empty(shape, dtype=torch.float32)
+    start = first * merged[0].numel()
+    merge(
+        start, data.numpy().data, entry.dtype, merged.view(-1).view(torch.uint8).numpy().data, "F32"
+    )
+    return merged
 
 
 def _store(
