@@ -42,6 +42,9 @@ class Merge(Protocol):
     def identity(self) -> object:
         """JSON values that differ where the sum does."""
 
+    def files(self) -> tuple[Path, ...]:
+        """The files it is read from."""
+
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
@@ -72,15 +75,25 @@ class Checkpoint:
         return build_layout(self.arch, source, compute_dtype)
 
     def fingerprint(self) -> str:
-        """Of the index: equal for two processes that see the same files in the same state."""
+        """Of the index: equal for two processes of a host that see the same files in the same
+        state, under whatever paths: containers mount one folder in different places.
+        """
+        files = {path: (stamp.device, stamp.inode) for path, stamp in self.stamps.items()}
         index = [
-            (e.name, e.dtype, e.shape, str(e.path.resolve()), e.offset)
+            (e.name, e.dtype, e.shape, files[e.path], e.offset)
             for e in sorted(self.entries.values(), key=lambda entry: entry.name)
         ]
-        stamps = sorted((str(p.resolve()), s.size, s.mtime_ns) for p, s in self.stamps.items())
+        stamps = sorted(dataclasses.astuple(stamp) for stamp in self.stamps.values())
         merges = sorted((name, merge.identity()) for name, merge in self.merges.items())
         text = json.dumps([dataclasses.asdict(self.arch), index, stamps, merges], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()
+
+    def unchanged(self) -> bool:
+        """The files are still those that were indexed."""
+        try:
+            return all(FileStamp.of(p.stat()) == stamp for p, stamp in self.stamps.items())
+        except OSError:
+            return False
 
 
 def block_name(block: int, relative: str) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 
@@ -33,14 +33,18 @@ _HEAD_NBYTES = 512
 
 @dataclass(frozen=True, slots=True)
 class FileStamp:
-    """What tells a file from a later version of itself."""
+    """What tells a file from a later version of itself, or from one that took its name."""
 
     size: int
     mtime_ns: int
+    device: int
+    inode: int
+    ctime_ns: int = field(compare=False)
+    """Differs after every write, whatever mtime says; but also after chmod or a new hard link."""
 
     @classmethod
     def of(cls, stat: os.stat_result) -> FileStamp:
-        return cls(stat.st_size, stat.st_mtime_ns)
+        return cls(stat.st_size, stat.st_mtime_ns, stat.st_dev, stat.st_ino, stat.st_ctime_ns)
 
 
 def impostor_error(path: Path, head: bytes) -> CheckpointError | None:
@@ -146,9 +150,10 @@ class OpenFiles:
         stamp, now = self._stamps[path], FileStamp.of(os.fstat(descriptor))
         if stamp is not None and now != stamp:
             raise CheckpointError(
-                f"{path} changed while it was in use: {now.size} bytes, modified {now.mtime_ns} ns",
-                expected=f"{stamp.size} bytes, modified {stamp.mtime_ns} ns as when its header "
-                "was read",
+                f"{path} changed while it was in use: {now.size} bytes, modified {now.mtime_ns} "
+                f"ns, inode {now.inode}",
+                expected=f"{stamp.size} bytes, modified {stamp.mtime_ns} ns, inode {stamp.inode} "
+                "as when its header was read",
                 hint="let the download or copy finish, then start again",
                 path=str(path),
                 found=[now.size, now.mtime_ns],

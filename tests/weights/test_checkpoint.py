@@ -106,6 +106,31 @@ def test_fingerprints_see_a_changed_byte(
         content_fingerprint(first)
 
 
+def test_what_is_another_checkpoint(tmp_path, small_arch, random_tensors, write_checkpoint) -> None:
+    folder = write_checkpoint(tmp_path / "wan", random_tensors(small_arch()), "single")
+    file = folder / SINGLE
+
+    def look(folder=folder):
+        return open_checkpoint(folder, small_arch(), quantised=False, task="t2v")
+
+    first = look()
+    (tmp_path / "mounted").symlink_to(folder)  # the same files by another path
+    assert look(tmp_path / "mounted").fingerprint() == first.fingerprint()
+    assert first.unchanged()
+    stat, data = file.stat(), bytearray(file.read_bytes())
+    data[-5] ^= 1
+    with file.open("r+b") as written:  # edited in place, with size and mtime as before
+        written.write(data)
+    os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    edited = look()
+    copy = tmp_path / "copy"
+    copy.write_bytes(data)
+    os.utime(copy, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    copy.replace(file)  # another file of the same name, bytes and mtime
+    assert not edited.unchanged()
+    assert len({c.fingerprint() for c in (first, edited, look())}) == 3
+
+
 def test_missing_and_unexpected_tensors(
     tmp_path, small_arch, random_tensors, write_checkpoint
 ) -> None:
