@@ -24,7 +24,7 @@ from shared_offload.config.known import (
     Refused,
 )
 from shared_offload.config.load import OPTION_FLAGS, OTHER_FLAGS
-from shared_offload.config.options import Options, Parallel
+from shared_offload.config.options import Lora, Options, Parallel
 from shared_offload.config.paths import FILE_NAMES, SUBFOLDERS, TOKENIZER, dit_path
 
 # Title of each section and the option it begins with.
@@ -101,7 +101,7 @@ def _type(annotation: Any) -> str:  # noqa: ANN401 - any annotation
         return names[annotation]
     inner = [a for a in get_args(annotation) if a not in (type(None), Ellipsis)]
     if get_origin(annotation) is tuple:
-        return "list of integers"
+        return "list of objects" if inner[0] is Lora else "list of integers"
     return " or ".join(_type(getattr(a, "__origin__", a) if _annotated(a) else a) for a in inner)
 
 

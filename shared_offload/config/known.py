@@ -41,6 +41,8 @@ FP8_ROW_SCHEMES = (
     "fp8-intel-xpu",
 )
 ENCODER_SCHEMES = ("fp8", *FP8_ROW_SCHEMES)
+# Formats that LightX2V's NUMA-local copies do not hold either; told with cpu_offload_numa.
+OTHER_FORMATS = ("nvfp4", "gguf", "marlin", "fp8-pertensor")
 NO_SCHEME = (None, "", "Default")
 
 IGNORED = _names(
@@ -51,7 +53,7 @@ IGNORED = _names(
     "clean_cuda_cache empty_cache_min_free_gib empty_cache_min_reclaimable_gib load_from_rank0 "
     "use_stream_vae warmup",
     # Details of features that are off, or refused by their own key below.
-    "num_disk_workers tae_path need_scaled cfg_scale lora_dynamic_apply teacache_thresh "
+    "num_disk_workers tae_path need_scaled cfg_scale teacache_thresh "
     "use_ret_steps coefficients residual_diff_threshold downsample_factor magcache_thresh "
     "magcache_K magcache_retention_ratio magcache_ratios magcache_calibration resolution_rate "
     "changing_resolution_steps resolution bucket_shape fixed_area fixed_shape sub_servers",
@@ -96,10 +98,9 @@ REFUSED: dict[str, Refused] = {
         _OFF, "set it to false; with shared_cpu_weights all ranks need one host copy only"
     ),
     "t5_lazy_load": Refused(_OFF, "set it to false; unload_modules frees T5 after use"),
-    "cpu_offload_numa": Refused(
-        _OFF, 'use shared_cpu_weights with shared_cpu_weight_scope "numa": one copy per node'
+    "lora_dynamic_apply": Refused(
+        _OFF, "set it to false; lora_configs are merged once, which costs nothing in a step"
     ),
-    "lora_configs": Refused(_NONE, "merge the LoRA into the checkpoint first and remove the key"),
     "enable_dynamic_cfg": Refused(
         _OFF, "set it to false; models with a guidance embedding are not supported"
     ),
@@ -122,6 +123,8 @@ REFUSED: dict[str, Refused] = {
         "leave it out; every request may carry the fields of t2v and i2v",
     ),
 }
+# Any key with "contiguous" in its name: LightX2V has had several for its offload buffers.
+CONTIGUOUS = Refused(_OFF, "remove it; every unit is one contiguous copy here")
 PARALLEL_REFUSED: dict[str, Refused] = {
     "tensor_p_size": Refused((1, None), "set it to 1 and raise seq_p_size"),
     "seq_p_quant_scheme": Refused(

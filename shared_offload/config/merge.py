@@ -15,6 +15,7 @@ from shared_offload.config.known import (
     ALIASES,
     ARCHITECTURE_KEYS,
     CONSTANTS,
+    CONTIGUOUS,
     IGNORED,
     NO_SCHEME,
     PARALLEL_IGNORED,
@@ -86,6 +87,8 @@ def merge(source: Mapping[str, Any], *, task: object, prefix: str = "") -> Merge
         if not _sorted_out(merged, key, prefix + key, value, task):
             merged.errors.append(unknown(prefix + key, _ALL_NAMES, prefix))
     _size(merged, source, prefix)
+    if source.get("cpu_offload_numa") is True:
+        _tell_with_numa(merged)
     return merged
 
 
@@ -94,6 +97,8 @@ def _sorted_out(merged: Merged, key: str, written: str, value: object, task: obj
     if key in REFUSED:
         if REFUSED[key].task in ("", task):
             _refuse(merged, REFUSED[key], written, value)
+    elif "contiguous" in key:
+        _refuse(merged, CONTIGUOUS, written, value)
     elif key in IGNORED:
         merged.ignored.append(written)
     elif key in ARCHITECTURE_KEYS:
@@ -116,7 +121,22 @@ def _option(merged: Merged, option: str, written: str, value: object) -> None:
         return
     if option == "parallel" and (value is False or value is None):
         value = {}
+    if option == "lora_configs":
+        value = _loras(merged, written, value)
     merged.put(option, written, value)
+
+
+def _loras(merged: Merged, written: str, value: object) -> object:
+    """Without comments, and without the `alpha` that LightX2V documents and never reads."""
+    if not value:
+        return []
+    if not isinstance(value, list) or not all(isinstance(entry, Mapping) for entry in value):
+        return value  # for the validation
+    merged.ignored += [f"{written}.alpha" for entry in value if "alpha" in entry]
+    return [
+        {k: v for k, v in entry.items() if k != "alpha" and not k.startswith("_")}
+        for entry in value
+    ]
 
 
 def _size(merged: Merged, source: Mapping[str, Any], prefix: str) -> None:
@@ -150,6 +170,20 @@ def _refuse(merged: Merged, refused: Refused, written: str, value: object) -> No
             found=value,
         )
     )
+
+
+def _tell_with_numa(merged: Merged) -> None:
+    """Refusals of what excludes NUMA-local copies as well name both settings."""
+    for index, error in enumerate(merged.errors):
+        key = str(error.facts["key"])
+        if "contiguous" in key or key == "parallel.tensor_p_size":
+            merged.errors[index] = ConfigError(
+                f"cpu_offload_numa is true, and {error.what}",
+                hint=error.hint,
+                key=key,
+                keys=["cpu_offload_numa", key],
+                found=error.facts.get("found"),
+            )
 
 
 def _constant(merged: Merged, key: str, value: object) -> None:

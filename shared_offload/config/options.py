@@ -86,6 +86,15 @@ class Parallel(BaseModel):
         return self.seq_p_size * self.cfg_p_size
 
 
+class Lora(BaseModel):
+    """A LoRA to merge."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    path: Path
+    strength: float = 1.0
+
+
 class Options(BaseModel):
     """The validated values. `Settings` adds how they are read and what follows from them."""
 
@@ -187,6 +196,14 @@ class Options(BaseModel):
     vae_name: str | None = option(
         None, "File name that the search for the VAE uses; null: Wan2.1_VAE.pth."
     )
+    lora_configs: tuple[Lora, ...] = option(
+        (),
+        "LoRAs to merge into the DiT while it loads, each `{path, strength}` (strength 1 unless "
+        "given); not into FP8 weights: `shared-offload convert --lora` merges before it quantises.",
+    )
+    lora_allow_unmatched: bool = option(
+        False, "Go on when keys of a LoRA do not belong to this model; they are told."
+    )
     verify_weights: bool = option(
         False, "Checksum the content of block weights after loading; reads them once more."
     )
@@ -246,6 +263,9 @@ class Options(BaseModel):
     )
     unload_modules: bool = option(
         False, "Encoders are loaded when used and freed after, host memory too."
+    )
+    cpu_offload_numa: bool = option(
+        False, "Each rank's own host copy is placed on the NUMA node of its GPU, all pages of it."
     )
     shared_cpu_weights: bool = option(
         False, "Ranks share one host copy of the blocks instead of one each; needs `cpu_offload`."

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import pairwise
 
-from shared_offload.config.known import ENCODER_SCHEMES, FP8_ROW_SCHEMES
+from shared_offload.config.known import ENCODER_SCHEMES, FP8_ROW_SCHEMES, OTHER_FORMATS
 from shared_offload.config.options import DISTILLED_SCHEDULER, SIZE_480P, Options
 from shared_offload.errors import ConfigError
 
@@ -17,7 +17,7 @@ SIZE_STEP = 16  # VAE stride 8 times patch 2
 
 def check(options: Options) -> list[ConfigError]:
     """All contradictions. Facts of each: key, keys, found."""
-    rules = (_video, _sampling, _quantised, _offload, _ranks)
+    rules = (_video, _sampling, _quantised, _lora, _offload, _numa_copies, _ranks)
     return [error for rule in rules for error in rule(options)]
 
 
@@ -136,6 +136,49 @@ def _offload(o: Options) -> Iterator[ConfigError]:
         )
 
 
+def _lora(o: Options) -> Iterator[ConfigError]:
+    if o.lora_configs and o.dit_quantized:
+        yield _error(
+            "lora_configs with dit_quantized true: a LoRA cannot be merged into FP8 weights",
+            "lora_configs dit_quantized",
+            [str(lora.path) for lora in o.lora_configs],
+            expected="unquantised weights",
+            hint="merge while converting: shared-offload convert --model_path FOLDER --out NEW "
+            "--lora PATH:STRENGTH, then use NEW as dit_quantized_ckpt without lora_configs",
+        )
+
+
+def _numa_copies(o: Options) -> Iterator[ConfigError]:
+    if not o.cpu_offload_numa:
+        return
+    other = next((s for s in OTHER_FORMATS if s in (o.dit_quant_scheme or "").lower()), "")
+    conflicts = (
+        ("cpu_offload", not o.cpu_offload, "set cpu_offload to true: there is no copy otherwise"),
+        (
+            "offload_granularity",
+            o.offload_granularity != "block",
+            'use "block", or one copy per node: shared_cpu_weights with scope "numa"',
+        ),
+        (
+            "shared_cpu_weights",
+            o.shared_cpu_weights,
+            'set cpu_offload_numa to false; shared_cpu_weight_scope "numa" places the shared copy',
+        ),
+        ("lora_configs", bool(o.lora_configs), "merge the LoRA into the checkpoint beforehand"),
+        ("dit_quant_scheme", bool(other), "convert to FP8 with one scale per row: fp8-vllm"),
+    )
+    for key, conflict, hint in conflicts:
+        if conflict:
+            value = getattr(o, key)
+            shown = value if isinstance(value, str | bool) else [str(v.path) for v in value]
+            yield _error(
+                f"cpu_offload_numa is true with {key} {shown!r}",
+                f"cpu_offload_numa {key}",
+                shown,
+                hint=hint,
+            )
+
+
 def _ranks(o: Options) -> Iterator[ConfigError]:
     if o.parallel.cfg_p_size == 2 and not o.enable_cfg:
         yield _error(
@@ -172,6 +215,11 @@ def _remarks(o: Options) -> Iterator[tuple[str, bool, str]]:
         "dit_original_ckpt",
         o.dit_quantized,
         "dit_original_ckpt has no effect: dit_quantized is true",
+    )
+    yield (
+        "lora_allow_unmatched",
+        o.lora_allow_unmatched and not o.lora_configs,
+        "lora_allow_unmatched has no effect: there are no lora_configs",
     )
     for part in ("dit", "t5", "clip"):
         key, flag = f"{part}_quantized_ckpt", f"{part}_quantized"

@@ -128,9 +128,11 @@ def _validate(merged: Merged) -> tuple[Options, list[ConfigError]]:
 
 
 def _to_error(merged: Merged, key: str, details: list[ErrorDetails]) -> ConfigError:
-    if details[0]["type"] == "missing":
+    if details[0]["type"] == "missing" and len(details[0]["loc"]) == 1:
         return ConfigError(f"{key} is missing", hint="give --model_path FOLDER", key=key)
     value = details[0]["input"] if "." in key else merged.values[key]
+    if details[0]["type"] in ("missing", "extra_forbidden") and key == "lora_configs":
+        details = [{**d, "msg": "objects with a path, and a strength"} for d in details]
     return ConfigError(
         f"{merged.spelled.get(key, key)} is {_shown(value)}",
         expected=" or ".join(dict.fromkeys(map(_expected, details))),

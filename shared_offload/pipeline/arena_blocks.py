@@ -19,10 +19,10 @@ from shared_offload.ranks.group import Ranks
 from shared_offload.report.progress import Progress, Task
 from shared_offload.streaming.source import Source
 from shared_offload.streaming.streamer import StreamedSource
-from shared_offload.weights.cast import cast_bytes
+from shared_offload.weights.cast import fill_tensors
 from shared_offload.weights.checkpoint import Checkpoint
 from shared_offload.weights.layout import BlockLayout, Unit
-from shared_offload.weights.reader import block_pieces, fill
+from shared_offload.weights.reader import block_pieces
 
 TITLES: dict[Stage, str] = {
     "wait": "blocks, read by the leader",
@@ -83,16 +83,21 @@ def _request(
     units: tuple[Unit, ...],
     name: str,
 ) -> ArenaRequest:
-    shared = settings.shared_cpu_weights
     return ArenaRequest(
         name=name,
         nbytes=layout.arena_nbytes,
         fingerprint=f"{layout.fingerprint()} {checkpoint.fingerprint()}",
         boundaries=[unit.offset for unit in units],
-        scope=Scope(settings.shared_cpu_weight_scope) if shared else Scope.RANK,
-        strict_numa=settings.shared_cpu_weight_strict_numa,
+        scope=_scope(settings),
+        strict_numa=settings.shared_cpu_weight_strict_numa or settings.cpu_offload_numa,
         register_chunk_nbytes=settings.shared_cpu_weight_register_chunk_mb << 20,
     )
+
+
+def _scope(settings: Settings) -> Scope:
+    if settings.shared_cpu_weights:
+        return Scope(settings.shared_cpu_weight_scope)
+    return Scope.RANK_NUMA if settings.cpu_offload_numa else Scope.RANK
 
 
 def _party(ranks: Ranks) -> Party:
@@ -109,15 +114,7 @@ def _filler(checkpoint: Checkpoint, layout: BlockLayout, threads: int) -> Fill:
         cpus: frozenset[int] | None,
         stop: threading.Event,
     ) -> None:
-        fill(
-            pieces,
-            dest,
-            threads=threads,
-            cpus=cpus,
-            on_bytes=on_bytes,
-            stop=stop,
-            convert=cast_bytes,
-        )
+        fill_tensors(pieces, dest, threads=threads, cpus=cpus, on_bytes=on_bytes, stop=stop)
 
     return write
 

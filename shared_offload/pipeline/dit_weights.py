@@ -66,6 +66,8 @@ def load_dit(
     attention, cross_attention = _kernels(settings, ranks, progress)
     names = f"{attention.name} (self), {cross_attention.name} (cross)"
     progress.note(f"attention: {names}; device: {ranks.device}; dtype: {settings.dtype}")
+    for note in inventory.notes:
+        progress.note(note)
     checkpoint = inventory.checkpoint
     model = Dit(
         inventory.arch,

@@ -17,6 +17,7 @@ from shared_offload.preflight import gpu_plan
 from shared_offload.streaming.streamer import SLOTS
 from shared_offload.weights.architecture import Architecture, read_architecture
 from shared_offload.weights.checkpoint import Checkpoint, open_checkpoint
+from shared_offload.weights.lora import Loaded, LoraFile, with_loras
 
 T = TypeVar("T")
 _DTYPES = {"BF16": torch.bfloat16, "FP16": torch.float16, "FP32": torch.float32}
@@ -33,11 +34,18 @@ class Inventory:
     clip: Path | None
     """None for t2v."""
     vae: Path
+    notes: tuple[str, ...] = ()
+    """A line about each LoRA."""
 
     def paths(self) -> tuple[Path, ...]:
         """All files that every rank must find alike."""
         parts = (self.t5, self.clip, self.vae)
-        return (*self.checkpoint.files, *(path for path in parts if path is not None))
+        loras = {path for merge in self.checkpoint.merges.values() for path in merge.files()}
+        return (
+            *self.checkpoint.files,
+            *sorted(loras),
+            *(path for path in parts if path is not None),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,21 +86,29 @@ def survey_files(settings: Settings) -> Survey:
     tokenizer = attempt(lambda: tokenizer_folder(settings))
     clip = attempt(lambda: clip_file(settings)) if settings.task == "i2v" else None
     vae = attempt(lambda: vae_file(settings))
-    checkpoint = attempt(partial(_index, settings, arch, errors)) if arch else None
+    loaded = attempt(partial(_index, settings, arch, errors)) if arch else None
     if errors:
         return Survey(arch=arch, inventory=None, errors=tuple(errors))
-    assert arch and checkpoint and t5 and tokenizer and vae  # each lack was an error
+    assert arch and loaded and t5 and tokenizer and vae  # each lack was an error
     files = Inventory(
-        arch=arch, checkpoint=checkpoint, t5=t5, tokenizer=tokenizer, clip=clip, vae=vae
+        arch=arch,
+        checkpoint=loaded.checkpoint,
+        t5=t5,
+        tokenizer=tokenizer,
+        clip=clip,
+        vae=vae,
+        notes=loaded.notes,
     )
     return Survey(arch=arch, inventory=files, errors=())
 
 
-def _index(settings: Settings, arch: Architecture, errors: list[OffloadError]) -> Checkpoint:
+def _index(settings: Settings, arch: Architecture, errors: list[OffloadError]) -> Loaded:
     errors += _contradictions(settings, arch)
-    return open_checkpoint(
+    checkpoint = open_checkpoint(
         dit_path(settings), arch, quantised=settings.dit_quantized, task=settings.task
     )
+    loras = [LoraFile(lora.path, lora.strength) for lora in settings.lora_configs]
+    return with_loras(checkpoint, loras, allow_unmatched=settings.lora_allow_unmatched)
 
 
 def gpu_needs(settings: Settings, files: Inventory) -> dict[str, int]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -168,10 +168,11 @@ class Additions:
         torch.frombuffer(dst, dtype=TORCH_DTYPES[dst_dtype]).copy_(base)
 
     def identity(self) -> object:
-        """Of each term: its file and state, its keys, its scale."""
-        stamps = [(str(t.source.path.resolve()), t.source.stamp) for t in self.terms]
-        files = [(path, stamp.size, stamp.mtime_ns) for path, stamp in stamps]
-        return list(zip(files, (term.identity() for term in self.terms), strict=True))
+        """Of each term: its file's state, its keys, its scale."""
+        return [(astuple(term.source.stamp), term.identity()) for term in self.terms]
+
+    def files(self) -> tuple[Path, ...]:
+        return tuple(term.source.path for term in self.terms)
 
 
 @dataclass(slots=True)

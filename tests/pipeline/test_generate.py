@@ -244,7 +244,7 @@ def break_step(patch: pytest.MonkeyPatch, error: BaseException) -> None:
 FAULTS: dict[str, Callable[[pytest.MonkeyPatch, BaseException], None]] = {
     "text encoder": lambda patch, e: patch.setattr(TextEncoder, "encode", failing(e)),
     "vae encode": lambda patch, e: patch.setattr(Vae, "encode", failing(e)),
-    "fill arena": lambda patch, e: patch.setattr(arena_blocks, "fill", failing(e)),
+    "fill arena": lambda patch, e: patch.setattr(arena_blocks, "fill_tensors", failing(e)),
     "attach source": lambda patch, e: patch.setattr(arena_blocks, "StreamedSource", failing(e)),
     "step": break_step,
     "vae decode": lambda patch, e: patch.setattr(Vae, "decode", failing(e)),
