@@ -205,7 +205,9 @@ class Options(BaseModel):
         False, "Go on when keys of a LoRA do not belong to this model; they are told."
     )
     verify_weights: bool = option(
-        False, "Checksum the content of block weights after loading; reads them once more."
+        False,
+        "Hash the DiT's files before they are loaded (reads them once more) and say the hash; ranks "
+        "and servers share only equal content, whatever names and times the files have.",
     )
     load_threads: int = option(0, "Threads that read block weights; 0: chosen by CPUs.", ge=0)
 

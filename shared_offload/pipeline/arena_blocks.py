@@ -23,6 +23,7 @@ from shared_offload.weights.cast import fill_tensors
 from shared_offload.weights.checkpoint import Checkpoint
 from shared_offload.weights.layout import BlockLayout, Unit
 from shared_offload.weights.reader import block_pieces
+from shared_offload.weights.verify import content_fingerprint
 
 TITLES: dict[Stage, str] = {
     "wait": "blocks, read by the leader",
@@ -53,9 +54,10 @@ def open_blocks(
     """
     layout = checkpoint.layout(settings.compute_dtype)
     units = layout.units("phase" if settings.offload_granularity == "phase" else "block")
+    fingerprint = _fingerprint(settings, checkpoint, layout, progress, threads)
     with _Teller(progress) as teller:
         arena = open_arena(
-            _request(settings, checkpoint, layout, units, name),
+            _request(settings, layout, units, name, fingerprint),
             _party(ranks),
             _filler(checkpoint, layout, threads),
             CudaRegistrar(ranks.device.index) if ranks.device.type == "cuda" else None,
@@ -76,17 +78,31 @@ def open_blocks(
     return ArenaBlocks(source, arena)
 
 
-def _request(
+def _fingerprint(
     settings: Settings,
     checkpoint: Checkpoint,
     layout: BlockLayout,
-    units: tuple[Unit, ...],
-    name: str,
+    progress: Progress,
+    threads: int,
+) -> str:
+    """Of layout and index; with `verify_weights` of every byte too, so that only equal ones share."""
+    parts = [layout.fingerprint(), checkpoint.fingerprint()]
+    if settings.verify_weights:
+        total = sum(entry.nbytes for entry in checkpoint.entries.values())
+        with progress.task("hash weights", total, "B") as task:
+            content = content_fingerprint(checkpoint, threads=threads, on_bytes=task.advance)
+        progress.note(f"weights: sha256 {content}")
+        parts.append(content)
+    return " ".join(parts)
+
+
+def _request(
+    settings: Settings, layout: BlockLayout, units: tuple[Unit, ...], name: str, fingerprint: str
 ) -> ArenaRequest:
     return ArenaRequest(
         name=name,
         nbytes=layout.arena_nbytes,
-        fingerprint=f"{layout.fingerprint()} {checkpoint.fingerprint()}",
+        fingerprint=fingerprint,
         boundaries=[unit.offset for unit in units],
         scope=_scope(settings),
         strict_numa=settings.shared_cpu_weight_strict_numa or settings.cpu_offload_numa,
@@ -102,6 +118,8 @@ def _scope(settings: Settings) -> Scope:
 
 def _party(ranks: Ranks) -> Party:
     node = numa.own_node(ranks.member.pci_id)
+    if ranks.device.type == "cuda":
+        numa.run_on_node(node)
     return Party(ranks.member, node, ranks.world_size, StoreBoard(ranks.store))
 
 
