@@ -113,10 +113,14 @@ class OpenFiles:
     ) -> None:
         try:
             if kind is None:
-                for path, descriptor in self._descriptors.items():
-                    self._check(path, descriptor)
+                self.check(self._descriptors)
         finally:
             self._close()
+
+    def check(self, paths: Iterable[Path]) -> None:
+        """Raise if one of these files has changed since its stamp was taken."""
+        for path in paths:
+            self._check(path, self._descriptors[path])
 
     def read_into(self, path: Path, offset: int, dest: memoryview) -> None:
         """Fill `dest` with the file's bytes from `offset` on."""

@@ -110,19 +110,19 @@ def fill(
         return
     halt = threading.Event()
     stamps = {piece.path: piece.stamp for piece in pieces}
-    requests = deque(_requests(pieces))
+    queue = deque(requests(pieces))
     view = dest.cast("B")
     with OpenFiles(stamps) as files, ThreadPoolExecutor(max(1, threads), "weights-reader") as pool:
-        worker = _Worker(files, view, requests, (halt, stop or halt), on_bytes, convert)
+        worker = _Worker(files, view, queue, (halt, stop or halt), on_bytes, convert)
         futures = [pool.submit(worker.run, cpus) for _ in range(max(1, threads))]
         try:
             for future in as_completed(futures):
                 future.result()
         finally:
             halt.set()
-    if stop is not None and stop.is_set() and requests:
+    if stop is not None and stop.is_set() and queue:
         raise CheckpointError(
-            f"reading of weights was stopped with {len(requests)} requests left",
+            f"reading of weights was stopped with {len(queue)} requests left",
             hint="look for the error that stopped it",
         )
 
@@ -133,38 +133,53 @@ class _Worker:
 
     files: OpenFiles
     dest: memoryview
-    requests: deque[list[Piece]]  # popleft of a deque is atomic
+    queue: deque[list[Piece]]  # popleft of a deque is atomic
     halts: tuple[threading.Event, ...]
     on_bytes: Callable[[int], None]
     convert: Converter | None
 
     def run(self, cpus: Collection[int] | None) -> None:
         if cpus is not None:
-            _pin_thread(cpus)
-        bounce = bytearray()
+            pin_thread(cpus)
+        reader = RequestReader(self.files, self.convert)
         while not any(halt.is_set() for halt in self.halts):
             try:
-                request = self.requests.popleft()
+                request = self.queue.popleft()
             except IndexError:
                 return
-            for piece in request:
-                if piece.convert is not None and not bounce:
-                    bounce = bytearray(BOUNCE_NBYTES)
-                self._read(piece, memoryview(bounce))
-                self.on_bytes(piece.nbytes)
+            reader.read(request, self.dest, self.on_bytes)
 
-    def _read(self, piece: Piece, bounce: memoryview) -> None:
-        place = self.dest[piece.dest : piece.dest + piece.dest_nbytes]
+
+class RequestReader:
+    """Reads requests; for one thread. Holds BOUNCE_NBYTES from the first change of a dtype on."""
+
+    def __init__(self, files: OpenFiles, convert: Converter | None) -> None:
+        self._files = files
+        self._convert = convert
+        self._bounce = bytearray()
+
+    def read(
+        self, request: Sequence[Piece], dest: memoryview, on_bytes: Callable[[int], None]
+    ) -> None:
+        """Bring the pieces of one request to their places in `dest` (bytes)."""
+        for piece in request:
+            if piece.convert is not None and not self._bounce:
+                self._bounce = bytearray(BOUNCE_NBYTES)
+            self._read(piece, dest)
+            on_bytes(piece.nbytes)
+
+    def _read(self, piece: Piece, dest: memoryview) -> None:
+        place = dest[piece.dest : piece.dest + piece.dest_nbytes]
         if piece.convert is None:
-            self.files.read_into(piece.path, piece.offset, place)
+            self._files.read_into(piece.path, piece.offset, place)
             return
         source, target = piece.convert
-        raw = bounce[: piece.nbytes]
-        self.files.read_into(piece.path, piece.offset, raw)
+        raw = memoryview(self._bounce)[: piece.nbytes]
+        self._files.read_into(piece.path, piece.offset, raw)
         if piece.merge is not None:
             piece.merge(piece.first, raw, source, place, target)
-        elif self.convert is not None:
-            self.convert(raw, source, place, target)
+        elif self._convert is not None:
+            self._convert(raw, source, place, target)
         else:
             raise ValueError(f"piece of {piece.path} changes its dtype, but no converter is given")
 
@@ -188,7 +203,7 @@ def _file_order(piece: Piece) -> tuple[str, int]:
     return (str(piece.path), piece.offset)
 
 
-def _requests(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
+def requests(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
     """Pieces cut and gathered so that a request is about REQUEST_NBYTES of one file."""
     request: list[Piece] = []
     size = 0
@@ -223,7 +238,8 @@ def _converted(nbytes: int, piece: Piece) -> int:
     return nbytes // DTYPE_BYTES[source] * DTYPE_BYTES[target]
 
 
-def _pin_thread(cpus: Collection[int]) -> None:
+def pin_thread(cpus: Collection[int]) -> None:
+    """Keep the calling thread on these CPUs; NumaError where that cannot be."""
     try:
         os.sched_setaffinity(0, cpus)  # 0 is the calling thread
     except OSError as error:
