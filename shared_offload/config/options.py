@@ -206,8 +206,8 @@ class Options(BaseModel):
     )
     verify_weights: bool = option(
         False,
-        "Hash the DiT's files before they are loaded (reads them once more) and say the hash; ranks "
-        "and servers share only equal content, whatever names and times the files have.",
+        "Hash the DiT's files before they are loaded (reads them once more), tell the hash, and "
+        "share an arena only where the content is equal too.",
     )
     load_threads: int = option(0, "Threads that read block weights; 0: chosen by CPUs.", ge=0)
 
