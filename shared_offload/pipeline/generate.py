@@ -24,7 +24,7 @@ from shared_offload.pipeline.inventory import Inventory
 from shared_offload.pipeline.request import Request
 from shared_offload.pipeline.runner import Runner
 from shared_offload.pipeline.scheduler import Scheduler, make_scheduler
-from shared_offload.pipeline.video import check_target, to_uint8, write_video
+from shared_offload.pipeline.video import check_target, write_video
 from shared_offload.ranks.group import Ranks
 from shared_offload.report.progress import Progress
 
@@ -150,8 +150,7 @@ class Pipeline:
             noise = conditioning.initial_noise(shape, request.seed, settings.noise_device)
             latents = denoise(noise.to(runner.device), scheduler, predict, on_step)
         with stage("decode"):
-            video_3FHW = runner.decode(latents)
-        frames = None if video_3FHW is None else to_uint8(video_3FHW.permute(1, 2, 3, 0))
+            frames = runner.decode(latents)
         runner.report_streaming()
         seconds = {
             name: round(total - spent.get(name, 0.0), 3)

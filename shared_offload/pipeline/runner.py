@@ -1,7 +1,8 @@
 """What computes, and for how long it stays loaded: encoders, DiT weights, VAE.
 
-The first rank encodes and decodes; the others get what it made. Invariant: after `end_request`
-nothing is held that only the request needed, and after `close` nothing at all, whatever failed.
+The first rank encodes, and the others get what it made; all of them decode, or the first alone
+(`decoding.py`). Invariant: after `end_request` nothing is held that only the request needed, and
+after `close` nothing at all, whatever failed.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from shared_offload import __version__
 from shared_offload.config import Settings
 from shared_offload.model.dit import Branch
 from shared_offload.pipeline import conditioning
+from shared_offload.pipeline.decoding import decode
 from shared_offload.pipeline.dit_weights import LoadedDit, load_dit
 from shared_offload.pipeline.image_encoder import ImageEncoder
 from shared_offload.pipeline.inventory import Inventory, take_inventory, torch_dtype
@@ -58,7 +60,6 @@ class Runner:
         self.device = ranks.device
         self.inventory: Inventory = inventory or take_inventory(settings)
         self._dit: LoadedDit | None = None
-        self._loads = 0
         self._texts, self._images, self._vae = self._modules()
 
     @property
@@ -99,9 +100,9 @@ class Runner:
     def load_dit(self) -> LoadedDit:
         """Collective. The DiT, loaded by the first call."""
         if self._dit is None:
-            self._loads += 1
+            name = self.ranks.new_name("dit")
             self._dit = load_dit(
-                self.settings, self.inventory, self.ranks, self.progress, name=f"dit {self._loads}"
+                self.settings, self.inventory, self.ranks, self.progress, name=name
             )
             if arenas := self._dit.arenas():
                 self.progress.show(arena_table(arenas))
@@ -129,20 +130,18 @@ class Runner:
         branches: Sequence[Branch],
         condition: Tensor | None,
     ) -> list[Tensor]:
-        """Collective. The velocity of each branch."""
+        """Collective. The velocity of each branch, whichever ranks compute it."""
         dit = self.load_dit()
-        return dit.model.velocities(latent, timestep, branches, dit.source, condition)
+        mine = branches
+        if self.ranks.cfg_p_size > 1:
+            mine = [branches[self.ranks.cfg_rank]]
+        found = dit.model.velocities(latent, timestep, mine, dit.source, condition)
+        return found if mine is branches else self.ranks.gather_branches(found[0])
 
     def decode(self, latents: Tensor) -> Tensor | None:
-        """Collective. The video (3, F, H, W) in [-1, 1] on the first rank, None elsewhere."""
-        video: Tensor | None = None
-        if self.is_first:
-            with self._vae.use() as vae:
-                calls = vae.decode_calls(latents)
-                with self.progress.task("decode", calls, "it") as task:
-                    video = vae.decode(latents, on_frame=task.advance)
-        self.ranks.barrier()
-        return video
+        """Collective. Frames, uint8 (F, H, W, 3), on the CPU of the first rank; None elsewhere."""
+        together = self.settings.parallel.vae_parallel
+        return decode(self._vae, latents, self.ranks, self.progress, together=together)
 
     def report_streaming(self) -> None:
         """Collective. Show what streaming cost, and write the trace where one is asked for."""

@@ -10,7 +10,8 @@ number. Error and cost by dtype: docs/performance.md.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 from shared_offload.errors import CheckpointError
 from shared_offload.pipeline import module_weights
 from shared_offload.pipeline.conditioning import LATENT_CHANNELS
+from shared_offload.pipeline.vae_parallel import Place, Strips, Tiles
 from shared_offload.weights.pth import load_pth
 
 LEVELS = 4  # resolutions of encoder and decoder
@@ -89,27 +91,60 @@ class Vae:
         `on_frame` is called before each latent frame's work is handed to the device (once for each
         tile where tiled; `decode_calls` says how often in all).
         """
-        latent = latent_CTYX.to(self.device, torch.float32) * self._std + self._mean
+        with self._decoding(latent_CTYX, on_frame) as latent:
+            video_3FHW: Tensor = self._open().decode(latent).sample[0]
+        return video_3FHW.float()
+
+    @torch.inference_mode()
+    def decode_strip(
+        self, latent_CTYX: Tensor, strips: Strips, on_frame: OnFrame | None = None
+    ) -> Tensor | None:
+        """Collective. This rank's strip of what `decode` returns where it does not tile.
+
+        None on a rank for which no strip is left.
+        """
+        decoder = self._open().decoder
+        if strips.empty:
+            strips.stand_by(decoder, self.device)
+            return None
+        with self._decoding(latent_CTYX, on_frame) as latent, strips.applied(decoder):
+            video_3FHW: Tensor = self._open().decode(latent).sample[0]
+        return video_3FHW.float()
+
+    @torch.inference_mode()
+    def decode_tiles(
+        self, latent_CTYX: Tensor, places: Sequence[Place], on_frame: OnFrame | None = None
+    ) -> list[Tensor]:
+        """Some of the `tiles`: each (3, F, h, w) in the VAE's dtype, not blended, not clamped."""
+        tiles = self.tiles(latent_CTYX)
+        with self._decoding(latent_CTYX, on_frame) as latent:
+            return [tiles.decode(latent, place) for place in places]
+
+    def tiles(self, latent_CTYX: Tensor) -> Tiles:
+        """The tiles in which a VAE with tiling decodes this latent."""
+        return Tiles(self._open(), latent_CTYX)
+
+    def tiled(self, latent_CTYX: Tensor) -> bool:
+        """`decode` works in tiles: it was asked for, and the picture is larger than one."""
+        return bool(self._open().use_tiling) and self.tiles(latent_CTYX).needed
+
+    def decode_calls(self, latent_CTYX: Tensor) -> int:
+        """How often `decode` calls `on_frame` for this latent."""
+        frames = int(latent_CTYX.shape[1])
+        return frames * (len(self.tiles(latent_CTYX).places) if self.tiled(latent_CTYX) else 1)
+
+    @contextmanager
+    def _decoding(self, latent_CTYX: Tensor, on_frame: OnFrame | None) -> Iterator[Tensor]:
+        """The decoder's own latent (B, C, T, Y, X), while frames are told and features are kept."""
         model = self._open()
+        latent = latent_CTYX.to(self.device, torch.float32) * self._std + self._mean
         watch = model.decoder.register_forward_pre_hook(_calling(on_frame)) if on_frame else None
         try:
-            video_3FHW: Tensor = model.decode(latent[None].to(self.dtype)).sample[0]
+            yield latent[None].to(self.dtype)
         finally:
             model.clear_cache()
             if watch:
                 watch.remove()
-        return video_3FHW.float()
-
-    def decode_calls(self, latent_CTYX: Tensor) -> int:
-        """How often `decode` calls `on_frame` for this latent."""
-        frames, height, width = (int(n) for n in latent_CTYX.shape[1:])
-        model = self._open()
-        ratio: int = model.spatial_compression_ratio
-        tile: int = model.tile_sample_min_height // ratio
-        stride: int = model.tile_sample_stride_height // ratio
-        if not model.use_tiling or max(height, width) <= tile:
-            return frames
-        return frames * -(-height // stride) * -(-width // stride)
 
     def move(self, device: torch.device) -> None:
         """Put the weights on a device."""

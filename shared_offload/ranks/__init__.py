@@ -8,6 +8,7 @@
     watch.py     one thread per rank: notices a lost rank, ends this one
     run.py       `run_ranks`: the frame around a program that runs on several ranks
     group.py     `Ranks`: process groups for tensors
+    tensors.py   all to one, and from neighbour to neighbour
 
 Ways a run ends, and who sees to it:
 

@@ -96,6 +96,16 @@ def visible_devices_variable(environ: Mapping[str, str] | None = None) -> str | 
     return env.get("CUDA_VISIBLE_DEVICES")
 
 
+def runtime_folder(environ: Mapping[str, str] | None = None) -> Path | None:
+    """XDG_RUNTIME_DIR, if it is a folder of this user (after `su` it may be another's)."""
+    env = os.environ if environ is None else environ
+    path = Path(env.get("XDG_RUNTIME_DIR", ""))
+    try:
+        return path if path.is_absolute() and path.stat().st_uid == os.geteuid() else None
+    except OSError:
+        return None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Member:
     """One rank's place: processes with equal `boot_id` and `ipc_namespace` can share memory."""

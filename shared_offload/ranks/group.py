@@ -12,6 +12,7 @@ GPU and runs into no collective's timeout.
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -27,6 +28,7 @@ from shared_offload.errors import ConfigError
 from shared_offload.ranks.board import Board, open_board
 from shared_offload.ranks.devices import pci_id
 from shared_offload.ranks.facts import Member, RankFacts, member_facts
+from shared_offload.ranks.tensors import as_bytes, collect, gather_equal, swap_edges
 from shared_offload.ranks.watch import Watch
 
 CLOSE_SECONDS = 5.0
@@ -57,6 +59,7 @@ class Ranks:
         self.cfg_group: dist.ProcessGroup | None = None
         self.world_group: dist.ProcessGroup | None = None
         self._watch = watch
+        self._names = itertools.count(1)
 
     @classmethod
     def start(
@@ -150,6 +153,10 @@ class Ranks:
         """The run's store, for keys of one's own."""
         return self.board.store
 
+    def new_name(self, name: str) -> str:
+        """A name for use on the board that no earlier call returned; the same one on every rank."""
+        return f"{name} {next(self._names)}"
+
     def stage(self, name: str) -> AbstractContextManager[None]:
         """Name what this rank does inside the `with`; see `Watch.stage`."""
         return self._watch.stage(name) if self._watch else nullcontext()
@@ -185,8 +192,24 @@ class Ranks:
             dtype, *shape = self.board.broadcast(root=root)
             tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=self.device)
         if tensor.numel():
-            dist.broadcast(tensor.view(-1).view(torch.uint8), src=root)  # bytes: any dtype passes
+            dist.broadcast(as_bytes(tensor), src=root)
         return tensor
+
+    def gather_branches(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """Collective. The tensor of each branch's rank with the tokens of this one, cond. first."""
+        return [tensor] if self.cfg_group is None else gather_equal(tensor, self.cfg_group)
+
+    def collect_tensors(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """Collective. On the first rank the tensor of each rank, of any shapes; elsewhere none."""
+        if self.world_size == 1:
+            return [tensor]
+        return collect(tensor, self.board.gather(list(tensor.shape)), self.rank)
+
+    def swap_edges(
+        self, first: torch.Tensor, last: torch.Tensor, chain: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Collective. See `tensors.swap_edges`."""
+        return swap_edges(first, last, self.rank, chain)
 
     def close(self) -> None:
         """End the groups, at most CLOSE_SECONDS long. May be called again."""

@@ -1,103 +1,15 @@
-"""Programs on several ranks, as real processes, with or without torchrun."""
+"""The driver of this folder on several ranks."""
 
 from __future__ import annotations
 
-import multiprocessing
-import os
-import runpy
-import signal
-import socket
-import subprocess
-import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.reference.processes import Run
+
 DRIVER = Path(__file__).with_name("driver.py")
-ROOT = DRIVER.parents[2]
-CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["shared_offload.ranks.group", "shared_offload.ranks.run"])
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-class Run:
-    """N ranks of the driver and what they wrote. Without torchrun they are forked from a process
-    that has imported torch already, which saves seconds for each.
-    """
-
-    def __init__(self, folder: Path, what: str, who: int, world: int, torchrun: bool) -> None:
-        self.folder, self.world = folder, world
-        self.arguments = [str(DRIVER), what, str(who), str(folder)]
-        self.processes: list[subprocess.Popen | multiprocessing.Process] = []
-        if torchrun:
-            self.processes.append(self._launcher())
-        else:
-            port = str(free_port())
-            self.processes += [self._forked(rank, port) for rank in range(world)]
-
-    def _launcher(self) -> subprocess.Popen:
-        launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={self.world}"]
-        environment = dict(os.environ, PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1")
-        with (self.folder / "stderr-launcher").open("w") as stderr:
-            command = [sys.executable, *launch, *self.arguments]
-            return subprocess.Popen(command, env=environment, stderr=stderr, cwd=self.folder)
-
-    def _forked(self, rank: int, port: str) -> multiprocessing.Process:
-        mine = {"RANK": rank, "LOCAL_RANK": rank}
-        mine |= {"WORLD_SIZE": self.world, "LOCAL_WORLD_SIZE": self.world}
-        mine |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        given = {
-            "ARGV": self.arguments,
-            "ENVIRONMENT": {name: str(value) for name, value in mine.items()},
-            "STDERR": str(self.folder / f"stderr-{rank}"),
-        }
-        arguments = (str(DRIVER), given, "forked")
-        process = CONTEXT.Process(target=runpy.run_path, args=arguments, daemon=True)
-        process.start()
-        return process
-
-    def wait_ready(self) -> None:
-        deadline = time.monotonic() + 60
-        while not all((self.folder / f"ready{r}").exists() for r in range(self.world)):
-            assert time.monotonic() < deadline, self.stderr()
-            time.sleep(0.02)
-        time.sleep(0.3)  # into the collective that never ends
-
-    def pids(self) -> list[int]:
-        return [int((self.folder / f"pid{r}").read_text()) for r in range(self.world)]
-
-    def end(self, within: float) -> list[int]:
-        """Exit codes; fails when a process outlives `within` seconds."""
-        deadline = time.monotonic() + within
-        codes = [self._wait(process, deadline - time.monotonic()) for process in self.processes]
-        for pid in self.pids():
-            assert not Path(f"/proc/{pid}").exists(), f"process {pid} is left"
-        return codes
-
-    def _wait(self, process: subprocess.Popen | multiprocessing.Process, seconds: float) -> int:
-        if isinstance(process, subprocess.Popen):
-            return process.wait(max(0.01, seconds))
-        process.join(max(0.01, seconds))
-        assert process.exitcode is not None, f"process {process.pid} still runs\n{self.stderr()}"
-        return process.exitcode
-
-    def stderr(self) -> str:
-        return "".join(p.read_text() for p in sorted(self.folder.glob("stderr-*")))
-
-    def stop(self) -> None:
-        for process in self.processes:
-            process.kill()
-            self._wait(process, 10)
-        for path in self.folder.glob("pid*"):
-            if Path(f"/proc/{path.read_text()}").exists():
-                os.kill(int(path.read_text()), signal.SIGKILL)
 
 
 @pytest.fixture
@@ -105,7 +17,7 @@ def driver(tmp_path: Path) -> Iterator[Callable[..., Run]]:
     runs: list[Run] = []
 
     def start(what: str, who: int = 0, world: int = 3, torchrun: bool = False) -> Run:
-        runs.append(Run(tmp_path, what, who, world, torchrun))
+        runs.append(Run(DRIVER, [what, str(who), str(tmp_path)], tmp_path, world, torchrun))
         return runs[-1]
 
     yield start

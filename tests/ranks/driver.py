@@ -18,6 +18,7 @@ from shared_offload.ranks.devices import choose_device
 from shared_offload.ranks.group import Ranks
 from shared_offload.ranks.run import run_ranks
 from shared_offload.ranks.watch import Watch
+from tests.reference.processes import become
 
 torch.set_num_threads(1)
 CPU = torch.device("cpu")
@@ -134,14 +135,7 @@ def on_gpus(watch: Watch, what: str, mine: bool, folder: Path) -> int:
     return 0
 
 
-def forked(environment: dict[str, str], stderr: str) -> None:
-    """Become a process as torchrun would have started it."""
-    os.environ.update(environment)
-    os.dup2(os.open(stderr, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
-
-
 if __name__ == "forked":
-    sys.argv = globals()["ARGV"]
-    forked(globals()["ENVIRONMENT"], globals()["STDERR"])
+    become(globals()["GIVEN"])
 if __name__ in ("__main__", "forked"):
     sys.exit(run_ranks(program))
