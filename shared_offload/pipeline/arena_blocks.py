@@ -85,7 +85,7 @@ def _fingerprint(
     progress: Progress,
     threads: int,
 ) -> str:
-    """Of layout and index; with `verify_weights` of every byte too, so that only equal ones share."""
+    """Of layout and index, and with `verify_weights` of every byte: only equal ones share."""
     parts = [layout.fingerprint(), checkpoint.fingerprint()]
     if settings.verify_weights:
         total = sum(entry.nbytes for entry in checkpoint.entries.values())

@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.table import Table
 
-GIB = 1 << 30
+GIB, MIB = 1 << 30, 1 << 20
 
 
 def arena_table(rows: Sequence[Mapping[str, Any]], *, saves: bool = True) -> Table:
@@ -18,16 +18,15 @@ def arena_table(rows: Sequence[Mapping[str, Any]], *, saves: bool = True) -> Tab
     """
     caption = _caption(sum(row["saved_nbytes"] for row in rows)) if saves else None
     table = Table(title="Arenas in host memory", caption=caption, caption_justify="left")
-    for name in ("host", "scope", "ranks", "size", "pages on", "page size", "filled", "registered"):
-        table.add_column(name, overflow="fold")
+    for name in ("host, scope", "ranks", "size", "pages", "filled", "registered"):
+        table.add_column(name)
     for row in rows:
         table.add_row(
-            row["hostname"],
-            row["scope"] if row["node"] is None else f"{row['scope']}, node {row['node']}",
+            f"{row['hostname']}, {row['scope']}"
+            + ("" if row["node"] is None else f", node {row['node']}"),
             _ranges(row["ranks"]),
-            _gib(row["nbytes"]),
-            _placement(row["node_nbytes"]),
-            _page_size(row),
+            _size(row["nbytes"]),
+            f"{_placement(row['node_nbytes'])}; {_page_size(row)}",
             row["lender"] or f"{row['fill_seconds']:.2f} s, {row['fill_gb_per_second']:.1f} GB/s",
             _registration(row),
         )
@@ -37,11 +36,11 @@ def arena_table(rows: Sequence[Mapping[str, Any]], *, saves: bool = True) -> Tab
 def _caption(saved: int) -> str:
     if not saved:
         return "No memory saved: every rank has a copy of its own."
-    return f"{_gib(saved)} of host memory saved against a copy for each rank."
+    return f"{_size(saved)} of host memory saved against a copy for each rank."
 
 
-def _gib(nbytes: int) -> str:
-    return f"{nbytes / GIB:.2f} GiB"
+def _size(nbytes: int) -> str:
+    return f"{nbytes / GIB:.2f} GiB" if nbytes >= GIB else f"{nbytes / MIB:.1f} MiB"
 
 
 def _placement(node_nbytes: Mapping[int, int] | None) -> str:
@@ -57,8 +56,8 @@ def _placement(node_nbytes: Mapping[int, int] | None) -> str:
 def _page_size(row: Mapping[str, Any]) -> str:
     share = min(1.0, row["huge_nbytes"] / row["nbytes"]) if row["nbytes"] else 0.0
     if share == 0:
-        return "small"
-    return "2 MiB" if share > 0.995 else f"2 MiB {100 * share:.0f} %, rest small"
+        return "4 KiB pages"
+    return "2 MiB pages" if share > 0.995 else f"2 MiB pages {100 * share:.0f} %, rest 4 KiB"
 
 
 def _registration(row: Mapping[str, Any]) -> str:
