@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 
-from shared_offload.bench import register, stream
+from shared_offload.bench import load, register, stream
 
-MEASUREMENTS = (stream, register)
+MEASUREMENTS = (stream, load, register)
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
