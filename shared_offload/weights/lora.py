@@ -237,13 +237,11 @@ class _Reading:
         if add and self._has_shape(add, _squeezed(add.shape), _squeezed(shape), layer.target):
             yield Difference(source, self.strength, add)
         if up and down:
-            rank = down.shape[0] if down.shape else 0
+            rank = max(down.shape[0], 1) if down.shape else 1
             rows, columns = shape[0], math.prod(shape[1:])
-            if (
-                rank > 0
-                and self._has_shape(down, _matrix(down.shape), (rank, columns), layer.target)
-                and self._has_shape(up, _matrix(up.shape), (rows, rank), layer.target)
-            ):
+            if self._has_shape(
+                down, _matrix(down.shape), (rank, columns), layer.target
+            ) and self._has_shape(up, _matrix(up.shape), (rows, rank), layer.target):
                 factor = self._factor(source, alpha, layer.module, rank)
                 yield Product(source, self.strength * factor, up, down)
         elif alone := up or down or (None if add else alpha):
