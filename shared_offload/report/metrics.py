@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, median
 
+from shared_offload.report.disk import DiskMetrics
+
 _GB = 1e9  # copies are rated in GB/s as PCIe is, not in GiB/s
 
 
@@ -63,6 +65,7 @@ class StreamMetrics:
     units: list[list[UnitTimes]] = field(default_factory=list)  # one list a step that was read
     steps: list[StepMetrics] = field(default_factory=list)
     unread_steps: int = 0
+    disk: DiskMetrics | None = None  # where units come from files during the run
 
     def add_step(self, step: int, times: Sequence[UnitTimes]) -> None:
         """Take the times of one pass, in order of use."""
@@ -76,7 +79,7 @@ class StreamMetrics:
         copied = sum(s.copied_nbytes for s in self.steps)
         copying = sum(s.copy_seconds for s in self.steps)
         waiting = sum(s.wait_seconds for s in self.steps)
-        return {
+        found: dict[str, float | int] = {
             "steps": len(self.steps),
             "unread_steps": self.unread_steps,
             "step_seconds_median": median(s.seconds for s in self.steps),
@@ -89,11 +92,15 @@ class StreamMetrics:
             "hidden_copy_share": max(0.0, 1 - waiting / copying) if copying else 1.0,
             "prefetch_depth": fmean(s.prefetch_depth for s in self.steps),
         }
+        if self.disk is not None:
+            found |= self.disk.summary(len(self.steps) + self.unread_steps)
+        return found
 
     def rows(self) -> list[tuple[str, str]]:
         """The summary in words and units, for a table of two columns."""
         if not (s := self.summary()):
             return []
+        disk = [] if self.disk is None else self.disk.rows(s)
         return [
             ("steps measured", f"{s['steps']}"),
             ("step on the device", f"{s['step_seconds_median']:.3f} s"),
@@ -102,6 +109,7 @@ class StreamMetrics:
             ("compute waited per step", f"{s['wait_seconds_per_step'] * 1e3:.1f} ms"),
             ("copy time hidden", f"{s['hidden_copy_share']:.1%}"),
             ("units ready when wanted", f"{s['prefetch_depth']:.2f}"),
+            *disk,
         ]
 
 

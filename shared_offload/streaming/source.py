@@ -34,6 +34,7 @@ class Source(ABC):
             )
         self._units = tuple(units)
         self._position = 0  # units borrowed since the run began
+        self._passes: int | None = None  # that the run has, where it said so
         self._lent = False
         self._closed = False
 
@@ -65,14 +66,24 @@ class Source(ABC):
             self._position += 1
             self._take_back(unit.index)
 
-    def begin_run(self) -> None:
-        """Start over at the first unit, whatever happened before."""
+    @property
+    def broken(self) -> bool:
+        """It failed for good: close it, and make another."""
+        return False
+
+    def begin_run(self, passes: int | None = None) -> None:
+        """Start over at the first unit, whatever happened before.
+
+        `passes` over all units follow; where it is given, nothing is fetched for more.
+        """
         self._refuse_if_closed()
         self._position = 0
+        self._passes = passes
 
     def end_run(self) -> None:
         """Give back what only this run needed. Waits for the device; may be called twice."""
         self._position = 0
+        self._passes = None
 
     def close(self) -> None:
         """Give back all device memory. Views handed out are dead after it; may be called twice."""
@@ -93,6 +104,12 @@ class Source(ABC):
             raise StreamError(
                 f"unit {unit.index} was borrowed while another one is",
                 expected="one unit at a time",
+                unit=unit.index,
+            )
+        if self._passes is not None and self._position >= self._passes * len(self._units):
+            raise StreamError(
+                f"unit {unit.index} was borrowed after the last of {self._passes} passes",
+                hint="tell begin_run() how many there are, or nothing",
                 unit=unit.index,
             )
         if unit != expected:

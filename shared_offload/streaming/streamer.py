@@ -1,7 +1,8 @@
-"""Units from an arena through slots on the device: what is copied when.
+"""Units from host memory through slots on the device: what is copied when.
 
 Invariant: a copy is enqueued as soon as its slot has been given back, for the next unit in order of
-use, across the end of a step; never later, and never before the mark that frees the slot.
+use, across the end of a step; never later, and never before the mark that frees the slot. A unit
+whose bytes have yet to come from a file is waited for when it is borrowed, and not before.
 
 Uses are numbered from the start of a run: use k is unit k modulo the number of units. `_position`
 counts uses that were given back, `_fetched` those whose bytes are on the device or on their way.
@@ -10,6 +11,7 @@ counts uses that were given back, `_fetched` those whose bytes are on the device
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +19,7 @@ import torch
 from shared_offload.errors import StreamError
 from shared_offload.report.metrics import StreamMetrics
 from shared_offload.streaming.engine import CopyEngine, CudaEngine, HostEngine
+from shared_offload.streaming.host import HostUnits, WholeArena
 from shared_offload.streaming.log import UseLog
 from shared_offload.streaming.residency import ResidentBlocks, fitting_blocks, spread
 from shared_offload.streaming.slots import Packed, Slots, resident_nbytes
@@ -38,12 +41,13 @@ def engine_for(device: torch.device) -> CopyEngine[Any]:
 
 
 class StreamedSource(Source):
-    """An arena's units, each on the device when it is borrowed.
+    """Units from host memory, each on the device when it is borrowed.
 
-    `host` is the arena (1-D uint8); it must stay mapped until `close`, and pinned if copies are to
-    overlap with compute. `resident_blocks` stay on the device from their first use to the end of
-    the run: "auto" takes what is free when the second step begins. All blocks resident is what
-    `offload_granularity: model` means: in at the start, out at the end.
+    `host` is an arena (1-D uint8) that stays mapped until `close`, or any `HostUnits`, which is
+    closed with this; pinned if copies are to overlap with compute. `resident_blocks` stay on the
+    device from their first use to the end of the run: "auto" takes what is free when the second
+    step begins. All blocks resident is what `offload_granularity: model` means: in at the start,
+    out at the end.
 
     Peak device memory: `slots` times the largest unit, plus the resident blocks.
     """
@@ -51,7 +55,7 @@ class StreamedSource(Source):
     def __init__(
         self,
         units: Sequence[Unit],
-        host: torch.Tensor,
+        host: torch.Tensor | HostUnits,
         device: torch.device,
         *,
         slots: int = SLOTS,
@@ -60,15 +64,17 @@ class StreamedSource(Source):
         note: Callable[[str], None] = _ignore,
     ) -> None:
         super().__init__(units)
-        _check_host(units, host, slots)
+        if slots < 1:
+            raise StreamError(f"{slots} slots", expected="1 or more; 2 to overlap", found=slots)
         self._device = device
         self._engine = engine or engine_for(device)
         self._note = note
-        self._host = [host[u.offset : u.offset + u.nbytes] for u in units]
+        self._host = WholeArena(units, host) if isinstance(host, torch.Tensor) else host
         self._asked = resident_blocks
         self._kept = spread(units, 0 if resident_blocks == "auto" else resident_blocks)
         self._resident: Packed | None = None
         self._loaded: set[int] = set()
+        self._chosen = True  # which blocks stay; False: not yet
         # One slot would be correct too, but nothing would overlap. No slot where none is needed.
         count = slots if len(self._kept) < len(units) else 0
         self._slots: Slots | None = Slots(units, count, device) if count else None
@@ -81,7 +87,7 @@ class StreamedSource(Source):
         self._where = [_RESIDENT] * len(units)  # the slot of each unit
         self._contents = [_NOTHING] * count  # the unit in each slot
         self._slot_free = [self._fence] * count  # the mark after which a slot may be overwritten
-        if device.type == "cuda" and not host[: units[0].nbytes].is_pinned():
+        if device.type == "cuda" and not self._host.pinned:
             note("the weights are in pageable memory: copies will be slow and will stall the host")
 
     @property
@@ -93,14 +99,21 @@ class StreamedSource(Source):
         parts = (self._slots, self._resident)
         return sum(part.nbytes for part in parts if part is not None)
 
-    def begin_run(self) -> None:
+    @property
+    def broken(self) -> bool:
+        return self._host.broken
+
+    def begin_run(self, passes: int | None = None) -> None:
         """Start over at the first unit and begin to copy. Waits for what an earlier run left."""
-        super().begin_run()
+        super().begin_run(passes)
         self._running = False
         self._engine.drain()
         self._drop_residents()
         self._rewind()
+        self._host.begin_run(passes)
         self._log.begin()
+        self._log.metrics.disk = self._host.metrics
+        self._chosen = self._asked != "auto"
         if self._kept:
             self._allocate_residents(self._kept)
         self._order_copies_after_allocation()
@@ -112,6 +125,7 @@ class StreamedSource(Source):
         if self._running:
             self._running = False
             self._engine.drain()
+            self._host.end_run()
             self._log.collect(self._position // len(self._units))
             self._drop_residents()
         super().end_run()
@@ -127,7 +141,7 @@ class StreamedSource(Source):
         finally:
             self._drop_residents()
             self._slots = None
-            self._host = []
+            self._host.close()
 
     def _lend(self, index: int) -> Mapping[str, torch.Tensor]:
         if not self._running:
@@ -136,6 +150,10 @@ class StreamedSource(Source):
             self._begin_pass(self._position // len(self._units))
         marks = self._log.marks(self._position)
         self._engine.record(marks.wanted, "compute")
+        if self._fetched == self._position:  # its bytes had not come from their file yet
+            self._fetch(self._fetched, wait=True)
+            self._fetched += 1
+            self._fetch_ahead()
         if marks.copied:
             self._engine.wait(marks.copy_end, "compute")
         self._engine.record(marks.granted, "compute")
@@ -156,41 +174,58 @@ class StreamedSource(Source):
             self._choose_residents()
 
     def _fetch_ahead(self) -> None:
-        """Enqueue copies for the next uses until one must wait for a slot to be given back."""
-        while self._fetched < self._position + len(self._units) and self._fetch(self._fetched):
+        """Enqueue copies for the next uses until one must wait for a slot, or for a file."""
+        end = self._position + len(self._units)
+        if self._passes is not None:
+            end = min(end, self._passes * len(self._units))
+        while self._fetched < end and self._fetch(self._fetched, wait=False):
             self._fetched += 1
 
-    def _fetch(self, use: int) -> bool:
+    def _fetch(self, use: int, *, wait: bool) -> bool:
+        """See that the use's unit is on its way to the device; False where it cannot be yet."""
         index = use % len(self._units)
-        marks = self._log.marks(use)
-        marks.copied = False
+        self._log.marks(use).copied = False
         if self._resident and index in self._resident.places:
-            self._where[index] = _RESIDENT
-            if index not in self._loaded:
-                self._loaded.add(index)
-                self._copy(self._resident.places[index], use)
-            return True
-        slots = self._ring
+            return self._fetch_resident(use, self._resident.places[index], wait=wait)
+        slots, slot = self._ring, self._next_slot
         if self._in_slots == slots.count:
             return False
-        slot = self._where[index] = self._next_slot
-        self._next_slot = (slot + 1) % slots.count
-        self._in_slots += 1
-        if self._contents[slot] != index:  # else it still lies there: fewer units than slots stream
+        if self._contents[slot] == index:  # it still lies there: fewer units than slots stream
+            self._host.pass_over(use, last=self._chosen)
+        elif (source := self._host.take(use, wait=wait, last=False)) is None:
+            return False
+        else:
             self._contents[slot] = index
             self._engine.wait(self._slot_free[slot], "copy")
-            self._copy(slots.place(slot, index), use)
+            self._copy(slots.place(slot, index), source, use)
+        self._where[index] = slot
+        self._next_slot = (slot + 1) % slots.count
+        self._in_slots += 1
         return True
 
-    def _copy(self, place: torch.Tensor, use: int) -> None:
+    def _fetch_resident(self, use: int, place: torch.Tensor, *, wait: bool) -> bool:
+        index = use % len(self._units)
+        if index in self._loaded:
+            self._host.pass_over(use, last=True)
+        elif (source := self._host.take(use, wait=wait, last=True)) is None:
+            return False
+        else:
+            self._loaded.add(index)
+            self._copy(place, source, use)
+        self._where[index] = _RESIDENT
+        return True
+
+    def _copy(self, place: torch.Tensor, source: torch.Tensor, use: int) -> None:
         marks = self._log.marks(use)
         marks.copied = True
         self._engine.record(marks.copy_begin, "copy")
-        self._engine.copy(place, self._host[use % len(self._units)])
+        self._engine.copy(place, source)
         self._engine.record(marks.copy_end, "copy")
+        self._host.taken(use, partial(self._engine.reached, marks.copy_end))
 
     def _choose_residents(self) -> None:
         """Resolve "auto". Units that are in slots now are used from there once more."""
+        self._chosen = True
         blocks = fitting_blocks(self._units, self._engine.free_nbytes())
         kept = spread(self._units, blocks)
         try:
@@ -233,13 +268,3 @@ class StreamedSource(Source):
     def _residents(self) -> Packed:
         assert self._resident is not None  # a unit that lies there was fetched into it
         return self._resident
-
-
-def _check_host(units: Sequence[Unit], host: torch.Tensor, slots: int) -> None:
-    end = max(unit.offset + unit.nbytes for unit in units)
-    if host.dtype != torch.uint8 or host.ndim != 1 or host.numel() < end:
-        raise StreamError(
-            f"the arena is {tuple(host.shape)} {host.dtype}", expected=f"{end} bytes of uint8"
-        )
-    if slots < 1:
-        raise StreamError(f"{slots} slots", expected="1 or more; 2 to overlap", found=slots)

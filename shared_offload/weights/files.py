@@ -101,7 +101,7 @@ class OpenFiles:
             for path in self._stamps:
                 self._open(path)
         except BaseException:
-            self._close()
+            self.close()
             raise
         return self
 
@@ -115,7 +115,7 @@ class OpenFiles:
             if kind is None:
                 self.check(self._descriptors)
         finally:
-            self._close()
+            self.close()
 
     def check(self, paths: Iterable[Path]) -> None:
         """Raise if one of these files has changed since its stamp was taken."""
@@ -163,7 +163,8 @@ class OpenFiles:
                 found=[now.size, now.mtime_ns],
             )
 
-    def _close(self) -> None:
+    def close(self) -> None:
+        """Close the files without comparing them once more."""
         while self._descriptors:
             os.close(self._descriptors.popitem()[1])
 
