@@ -79,6 +79,7 @@ def load_image(path: Path) -> Tensor:
         raise InputError(
             f"{path} cannot be read as a picture ({error})",
             expected="a whole picture of a format that Pillow reads, such as PNG or JPEG",
+            hint="check --image_path; open the file in a viewer, or fetch it again",
             path=str(path),
         ) from error
     if deep:  # convert("RGB") cuts such values off at 255: a white picture
@@ -93,6 +94,7 @@ def load_image(path: Path) -> Tensor:
         raise InputError(
             f"{path} is {width}x{height} pixels",
             expected=f"at least {PATCH_PIXELS} pixels on each side",
+            hint="give a larger picture",
             path=str(path),
             height=height,
             width=width,

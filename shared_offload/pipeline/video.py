@@ -53,8 +53,7 @@ def check_target(path: Path, *, bytes_needed: int) -> None:
     Raises OutputError for a wrong suffix, a folder, an unwritable place, too little space.
     """
     path = path.absolute()
-    if path.suffix.lower() not in SUFFIXES:
-        _fail(path, f"{path} has no suffix of a video", expected=" or ".join(SUFFIXES))
+    _check_suffix(path)
     with _os_errors(path):
         if path.is_dir():
             _fail(
@@ -65,7 +64,12 @@ def check_target(path: Path, *, bytes_needed: int) -> None:
             )
         for folder in path.parents:
             if folder.exists() and not folder.is_dir():
-                _fail(path, f"{folder} is no folder", expected=f"a place for {path.name}")
+                _fail(
+                    path,
+                    f"{folder} is no folder",
+                    expected=f"a place for {path.name}",
+                    hint="give --save_result_path another folder",
+                )
         path.parent.mkdir(parents=True, exist_ok=True)
         probe = _partial(path)
         try:
@@ -96,8 +100,7 @@ def write_video(
     partial file. Memory: the encoded file, and one frame at a time.
     """
     path = path.absolute()
-    if path.suffix.lower() not in SUFFIXES:
-        _fail(path, f"{path} has no suffix of a video", expected=" or ".join(SUFFIXES))
+    _check_suffix(path)
     video = _encode(path, frames_FHW3, Fraction(str(fps)))
     text = json.dumps(dict(metadata), indent=2, ensure_ascii=False, default=str) + "\n"
     contents = ((metadata_path(path), text.encode()), (path, video))
@@ -112,6 +115,16 @@ def write_video(
         finally:
             for partial, _ in partials:
                 partial.unlink(missing_ok=True)
+
+
+def _check_suffix(path: Path) -> None:
+    if path.suffix.lower() not in SUFFIXES:
+        _fail(
+            path,
+            f"{path} has no suffix of a video",
+            expected=" or ".join(SUFFIXES),
+            hint=f"use {path.stem}{SUFFIXES[0]}",
+        )
 
 
 def _encode(path: Path, frames: Iterable[torch.Tensor], rate: Fraction) -> bytes:
