@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, median
 
+from shared_offload.report.progress import amount
+
 from shared_offload.report.disk import DiskMetrics
 
 _GB = 1e9  # copies are rated in GB/s as PCIe is, not in GiB/s
@@ -104,7 +106,7 @@ class StreamMetrics:
         return [
             ("steps measured", f"{s['steps']}"),
             ("step on the device", f"{s['step_seconds_median']:.3f} s"),
-            ("copied per step", f"{s['copied_bytes_per_step'] / _GB:.2f} GB"),
+            ("copied per step", amount(s["copied_bytes_per_step"], "B")),
             ("speed while copying", f"{s['copy_gb_per_second']:.1f} GB/s"),
             ("compute waited per step", f"{s['wait_seconds_per_step'] * 1e3:.1f} ms"),
             ("copy time hidden", f"{s['hidden_copy_share']:.1%}"),
