@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).parent.parent / "shared_offload"
 
 WEIGHTS_MODEL_MAY_SEE = ("weights.fp8", "weights.architecture", "weights.layout")
-LOWER = ("errors", "report", "ranks", "config", "weights", "memory", "streaming", "model")
+LOWER = ("errors", "report", "ranks", "config", "weights", "memory", "streaming", "model", "server")
 ALLOWED: dict[str, tuple[str, ...]] = {
     "errors": (),
     "config": ("errors",),
@@ -18,6 +18,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "report": ("errors",),
     "weights": ("errors",),
     "memory": ("errors", "ranks"),
+    "server": ("errors", "ranks", "memory", "report"),
     "streaming": ("errors", "weights", "memory", "report"),
     "model": ("errors", "ranks", *WEIGHTS_MODEL_MAY_SEE),
     "synth": ("errors", "weights", "report"),

@@ -245,6 +245,17 @@ class Options(BaseModel):
     resident_blocks: Annotated[int, Field(ge=0)] | Literal["auto"] = option(
         0, "Blocks that stay on the GPU; `auto`: as many as fit after the first step."
     )
+    lazy_load: bool = option(
+        False,
+        "DiT blocks stay in their files and are read while denoising, through a ring in host "
+        "memory, once for all ranks that share (`shared_cpu_weights`); needs `cpu_offload`.",
+    )
+    num_disk_workers: int = option(4, "Threads that read for `lazy_load`.", ge=1, le=64)
+    lazy_load_ring_gib: Annotated[float, Field(gt=0)] | None = option(
+        None,
+        "Host memory for the ring of `lazy_load`, in GiB; null: room for 4 units. What there is "
+        "beyond that keeps units, which are then read once; all of them where all fit.",
+    )
     t5_cpu_offload: bool = option(
         None,
         "T5 leaves the GPU after use.",
@@ -281,6 +292,17 @@ class Options(BaseModel):
     )
     shared_cpu_weight_register_chunk_mb: int = option(
         128, "Size of one CUDA host registration, in MiB; cut at unit boundaries.", ge=1, le=65536
+    )
+
+    weight_server: Literal["auto", "require", "off"] = option(
+        "auto",
+        "`auto`: shared weights come from a weight server of this user that holds exactly them, "
+        "else they are loaded; `require`: an error instead; `off`: no server is asked.",
+    )
+    weight_server_folder: Path | None = option(
+        None,
+        "Folder of the server's socket, mode 700; null: XDG_RUNTIME_DIR/shared_offload, then "
+        "/tmp/shared_offload-UID.",
     )
 
     # Ranks

@@ -17,7 +17,7 @@ SIZE_STEP = 16  # VAE stride 8 times patch 2
 
 def check(options: Options) -> list[ConfigError]:
     """All contradictions. Facts of each: key, keys, found."""
-    rules = (_video, _sampling, _quantised, _lora, _offload, _numa_copies, _ranks)
+    rules = (_video, _sampling, _quantised, _lora, _offload, _lazy, _numa_copies, _ranks)
     return [error for rule in rules for error in rule(options)]
 
 
@@ -126,6 +126,15 @@ def _offload(o: Options) -> Iterator[ConfigError]:
             True,
             hint="set cpu_offload to true: only weights in host memory can be shared there",
         )
+    if o.weight_server == "require" and (o.lazy_load or not o.shared_cpu_weights):
+        yield _error(
+            f"weight_server is require, but "
+            f"{'lazy_load is true' if o.lazy_load else 'shared_cpu_weights is false'}",
+            "weight_server shared_cpu_weights lazy_load",
+            "require",
+            hint="set shared_cpu_weights to true and lazy_load to false: a server lends whole, "
+            "shared copies only",
+        )
     if o.resident_blocks != 0 and o.cpu_offload and o.offload_granularity == "model":
         yield _error(
             f"resident_blocks is {o.resident_blocks!r} with offload_granularity model",
@@ -133,6 +142,34 @@ def _offload(o: Options) -> Iterator[ConfigError]:
             o.resident_blocks,
             expected="0: the whole model is on the GPU while it denoises",
             hint="use granularity block or phase to keep some blocks resident",
+        )
+
+
+def _lazy(o: Options) -> Iterator[ConfigError]:
+    if not o.lazy_load:
+        return
+    if not o.cpu_offload:
+        yield _error(
+            "lazy_load is true, but cpu_offload is false",
+            "lazy_load cpu_offload",
+            True,
+            hint="set cpu_offload to true: blocks pass through host memory to the GPU",
+        )
+    elif o.offload_granularity == "model":
+        yield _error(
+            "lazy_load is true with offload_granularity model",
+            "lazy_load offload_granularity",
+            True,
+            expected="block or phase: model holds all blocks on the GPU while it denoises",
+            hint="use block; resident_blocks keeps as many on the GPU as fit",
+        )
+    if o.lora_configs:
+        yield _error(
+            "lazy_load is true with lora_configs: files are read at every step as they are",
+            "lazy_load lora_configs",
+            [str(lora.path) for lora in o.lora_configs],
+            hint="merge while converting: shared-offload convert --model_path FOLDER --out NEW "
+            "--lora PATH:STRENGTH, then use NEW without lora_configs",
         )
 
 
@@ -164,6 +201,7 @@ def _numa_copies(o: Options) -> Iterator[ConfigError]:
             o.shared_cpu_weights,
             'set cpu_offload_numa to false; shared_cpu_weight_scope "numa" places the shared copy',
         ),
+        ("lazy_load", o.lazy_load, "set cpu_offload_numa to false: lazy_load keeps no copy"),
         ("lora_configs", bool(o.lora_configs), "merge the LoRA into the checkpoint beforehand"),
         ("dit_quant_scheme", bool(other), "convert to FP8 with one scale per row: fp8-vllm"),
     )
@@ -229,6 +267,8 @@ def _remarks(o: Options) -> Iterator[tuple[str, bool, str]]:
         o.resident_blocks != 0 and not o.cpu_offload,
         "resident_blocks has no effect: without cpu_offload all blocks are resident",
     )
+    for key in ("num_disk_workers", "lazy_load_ring_gib"):
+        yield key, not o.lazy_load, f"{key} has no effect: lazy_load is false"
     yield (
         "cross_attn_2_type",
         o.cross_attn_2_type != o.cross_attn_1_type,

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import NamedTuple
 
-from shared_offload.config import Settings
+from shared_offload.config import Settings, dit_path
 from shared_offload.memory import numa
 from shared_offload.memory.board import StoreBoard
 from shared_offload.memory.domain import Scope
@@ -17,6 +18,7 @@ from shared_offload.memory.request import ArenaRequest, Fill, Party, Stage
 from shared_offload.memory.tensor import as_tensor
 from shared_offload.ranks.group import Ranks
 from shared_offload.report.progress import Progress, Task
+from shared_offload.server.client import ServerLender
 from shared_offload.streaming.source import Source
 from shared_offload.streaming.streamer import StreamedSource
 from shared_offload.weights.cast import fill_tensors
@@ -25,11 +27,21 @@ from shared_offload.weights.layout import BlockLayout, Unit
 from shared_offload.weights.reader import block_pieces
 from shared_offload.weights.verify import content_fingerprint
 
+READ_THREADS = 8  # where load_threads leaves it open
+CONTENT_VERSION = 1  # of arenas; to be raised when their bytes change for the same files and layout
 TITLES: dict[Stage, str] = {
     "wait": "blocks, read by the leader",
     "fill": "read blocks",
     "register": "register with CUDA",
 }
+
+
+class ArenaPlan(NamedTuple):
+    """The arena of a checkpoint's blocks: for a run, or for a weight server."""
+
+    units: tuple[Unit, ...]
+    request: ArenaRequest
+    fill: Fill
 
 
 class ArenaBlocks(NamedTuple):
@@ -52,24 +64,23 @@ def open_blocks(
 
     `name` is new for every opening of a run. The caller closes the source, then the arena.
     """
-    layout = checkpoint.layout(settings.compute_dtype)
-    units = layout.units("phase" if settings.offload_granularity == "phase" else "block")
-    fingerprint = _fingerprint(settings, checkpoint, layout, progress, threads)
-    with _Teller(progress) as teller:
+    plan = plan_arena(settings, checkpoint, progress, name=name, threads=threads)
+    with ArenaTeller(progress) as teller:
         arena = open_arena(
-            _request(settings, layout, units, name, fingerprint),
-            _party(ranks),
-            _filler(checkpoint, layout, threads),
+            plan.request,
+            party_of(ranks),
+            plan.fill,
             CudaRegistrar(ranks.device.index) if ranks.device.type == "cuda" else None,
             teller,
+            _lender(settings, plan.request.fingerprint),
         )
     try:
         whole = settings.offload_granularity == "model"
         source = StreamedSource(
-            units,
+            plan.units,
             as_tensor(arena),
             ranks.device,
-            resident_blocks=layout.num_blocks if whole else settings.resident_blocks,
+            resident_blocks=checkpoint.arch.num_layers if whole else settings.resident_blocks,
             note=progress.note,
         )
     except BaseException:
@@ -78,17 +89,27 @@ def open_blocks(
     return ArenaBlocks(source, arena)
 
 
-def _fingerprint(
-    settings: Settings,
-    checkpoint: Checkpoint,
-    layout: BlockLayout,
-    progress: Progress,
-    threads: int,
-) -> str:
+def plan_arena(
+    settings: Settings, checkpoint: Checkpoint, progress: Progress, *, name: str, threads: int
+) -> ArenaPlan:
+    """What is to be in the arena, and how it gets there; with `verify_weights` reads every byte."""
+    layout = checkpoint.layout(settings.compute_dtype)
+    units = layout.units("phase" if settings.offload_granularity == "phase" else "block")
+    request = replace(
+        arena_request(settings, name, weights_fingerprint(settings, checkpoint, progress)),
+        nbytes=layout.arena_nbytes,
+        boundaries=[unit.offset for unit in units],
+    )
+    return ArenaPlan(units, request, _filler(checkpoint, layout, threads))
+
+
+def weights_fingerprint(settings: Settings, checkpoint: Checkpoint, progress: Progress) -> str:
     """Of layout and index, and with `verify_weights` of every byte: only equal ones share."""
-    parts = [layout.fingerprint(), checkpoint.fingerprint()]
+    layout = checkpoint.layout(settings.compute_dtype)
+    parts = [str(CONTENT_VERSION), layout.fingerprint(), checkpoint.fingerprint()]
     if settings.verify_weights:
         total = sum(entry.nbytes for entry in checkpoint.entries.values())
+        threads = settings.load_threads or READ_THREADS
         with progress.task("hash weights", total, "B") as task:
             content = content_fingerprint(checkpoint, threads=threads, on_bytes=task.advance)
         progress.note(f"weights: sha256 {content}")
@@ -96,14 +117,12 @@ def _fingerprint(
     return " ".join(parts)
 
 
-def _request(
-    settings: Settings, layout: BlockLayout, units: tuple[Unit, ...], name: str, fingerprint: str
-) -> ArenaRequest:
+def arena_request(settings: Settings, name: str, fingerprint: str) -> ArenaRequest:
+    """What the settings say about any arena; its size is left to the caller."""
     return ArenaRequest(
         name=name,
-        nbytes=layout.arena_nbytes,
+        nbytes=0,
         fingerprint=fingerprint,
-        boundaries=[unit.offset for unit in units],
         scope=_scope(settings),
         strict_numa=settings.shared_cpu_weight_strict_numa or settings.cpu_offload_numa,
         register_chunk_nbytes=settings.shared_cpu_weight_register_chunk_mb << 20,
@@ -116,7 +135,19 @@ def _scope(settings: Settings) -> Scope:
     return Scope.RANK_NUMA if settings.cpu_offload_numa else Scope.RANK
 
 
-def _party(ranks: Ranks) -> Party:
+def _lender(settings: Settings, fingerprint: str) -> ServerLender | None:
+    if not settings.shared_cpu_weights or settings.weight_server == "off":
+        return None
+    return ServerLender(
+        fingerprint,
+        str(dit_path(settings)),
+        required=settings.weight_server == "require",
+        folder=settings.weight_server_folder,
+    )
+
+
+def party_of(ranks: Ranks) -> Party:
+    """This rank among those that open arenas together; its threads move to its device's node."""
     node = numa.own_node(ranks.member.pci_id)
     if ranks.device.type == "cuda":
         numa.run_on_node(node)
@@ -137,11 +168,12 @@ def _filler(checkpoint: Checkpoint, layout: BlockLayout, threads: int) -> Fill:
     return write
 
 
-class _Teller:
+class ArenaTeller:
     """Shows an arena's stages as progress; a stage's task lasts until the next one begins."""
 
-    def __init__(self, progress: Progress) -> None:
+    def __init__(self, progress: Progress, titles: Mapping[Stage, str] = TITLES) -> None:
         self._progress = progress
+        self._titles = titles
         self._stack = ExitStack()
         self._stage: Stage | None = None
         self._task: Task | None = None
@@ -151,7 +183,9 @@ class _Teller:
         if stage != self._stage:
             self._stack.close()
             self._stage = stage
-            self._task = self._stack.enter_context(self._progress.task(TITLES[stage], total, "B"))
+            self._task = self._stack.enter_context(
+                self._progress.task(self._titles[stage], total, "B")
+            )
         if self._task is not None:
             self._task.advance(done - self._task.done)
 
@@ -159,7 +193,7 @@ class _Teller:
         """A line for the reader."""
         self._progress.note(line)
 
-    def __enter__(self) -> _Teller:
+    def __enter__(self) -> ArenaTeller:
         return self
 
     def __exit__(self, *exc: object) -> None:

@@ -102,6 +102,14 @@ def survey_files(settings: Settings) -> Survey:
     return Survey(arch=arch, inventory=files, errors=())
 
 
+def index_dit(settings: Settings) -> Loaded:
+    """The DiT's files alone, for who needs no encoders."""
+    errors: list[OffloadError] = []
+    loaded = _index(settings, read_architecture(settings.model_path), errors)
+    raise_all(errors)
+    return loaded
+
+
 def _index(settings: Settings, arch: Architecture, errors: list[OffloadError]) -> Loaded:
     errors += _contradictions(settings, arch)
     checkpoint = open_checkpoint(
