@@ -10,9 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, median
 
-from shared_offload.report.progress import amount
-
 from shared_offload.report.disk import DiskMetrics
+from shared_offload.report.progress import amount
 
 _GB = 1e9  # copies are rated in GB/s as PCIe is, not in GiB/s
 
