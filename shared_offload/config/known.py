@@ -53,7 +53,7 @@ IGNORED = _names(
     "clean_cuda_cache empty_cache_min_free_gib empty_cache_min_reclaimable_gib load_from_rank0 "
     "use_stream_vae warmup",
     # Details of features that are off, or refused by their own key below.
-    "num_disk_workers tae_path need_scaled cfg_scale teacache_thresh "
+    "tae_path need_scaled cfg_scale teacache_thresh "
     "use_ret_steps coefficients residual_diff_threshold downsample_factor magcache_thresh "
     "magcache_K magcache_retention_ratio magcache_ratios magcache_calibration resolution_rate "
     "changing_resolution_steps resolution bucket_shape fixed_area fixed_shape sub_servers",
@@ -93,9 +93,6 @@ REFUSED: dict[str, Refused] = {
     ),
     "use_31_block": Refused(
         (True, None), "remove it; Wan 2.1 was trained on the features of CLIP's 31st block"
-    ),
-    "lazy_load": Refused(
-        _OFF, "set it to false; with shared_cpu_weights all ranks need one host copy only"
     ),
     "t5_lazy_load": Refused(_OFF, "set it to false; unload_modules frees T5 after use"),
     "lora_dynamic_apply": Refused(

@@ -14,7 +14,8 @@ from shared_offload.memory.lifecycle import HostArena
 from shared_offload.model.attention import Attention, select_attention
 from shared_offload.model.dit import Dit
 from shared_offload.model.ulysses import SINGLE, Ulysses
-from shared_offload.pipeline.arena_blocks import open_blocks
+from shared_offload.pipeline.arena_blocks import READ_THREADS, open_blocks
+from shared_offload.pipeline.disk_blocks import DiskArena, open_disk_blocks
 from shared_offload.pipeline.inventory import Inventory, torch_dtype
 from shared_offload.ranks.group import Ranks
 from shared_offload.report.progress import Progress
@@ -24,8 +25,6 @@ from shared_offload.weights.cast import read_tensors, read_unit
 from shared_offload.weights.checkpoint import Checkpoint
 from shared_offload.weights.layout import Unit
 
-READ_THREADS = 8
-
 
 @dataclass(slots=True)
 class LoadedDit:
@@ -34,7 +33,7 @@ class LoadedDit:
     model: Dit
     source: Source
     attention: str
-    arena: HostArena | None
+    arena: HostArena | DiskArena | None
 
     def arenas(self) -> list[dict[str, Any]]:
         """A row for each arena of the run; waits until every rank has opened its own."""
@@ -79,6 +78,9 @@ def load_dit(
         exchange=SINGLE if ranks.seq_group is None else Ulysses(ranks.seq_group),
     )
     threads = settings.load_threads or READ_THREADS
+    if settings.lazy_load:
+        source, ring = open_disk_blocks(settings, checkpoint, ranks, progress, name=name)
+        return LoadedDit(model, source, names, ring)
     if settings.cpu_offload:
         source, arena = open_blocks(
             settings, checkpoint, ranks, progress, name=name, threads=threads

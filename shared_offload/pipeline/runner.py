@@ -112,7 +112,7 @@ class Runner:
     def stepping(self, steps: int) -> Iterator[Callable[[], None]]:
         """Begin and end a pass of `steps` over the weights; yields what to call after each step."""
         source = self.load_dit().source
-        source.begin_run()
+        source.begin_run(steps)
         try:
             with self.progress.task("denoise", steps, "step") as task:
                 pace = _Pace(self.device, task.advance)
@@ -122,6 +122,8 @@ class Runner:
                     pace.close()
         finally:
             source.end_run()
+            if source.broken:  # a file that could not be read may be mended by the next request
+                self._close_dit()
 
     def velocities(
         self,

@@ -65,7 +65,7 @@ class DiskReader:
         *,
         threads: int,
         convert: Converter,
-        on_error: Callable[[BaseException], None],
+        on_error: Callable[[BaseException], object],
         cpus: Collection[int] | None = None,
     ) -> None:
         self.error: BaseException | None = None
