@@ -224,7 +224,7 @@ def test_all_problems_are_told_at_once_and_each_once() -> None:
             "denoising_step_list": "none",
             "cpu_offload": "yes",
             "shared_cpu_weights": True,  # its rule compares cpu_offload, which is told already
-            "lazy_load": True,
+            "t5_lazy_load": True,
             "numm_frames": 81,
             "noise_device": "cuda",
             "device": "cpu",
@@ -234,7 +234,7 @@ def test_all_problems_are_told_at_once_and_each_once() -> None:
         "task",
         "denoising_step_list",
         "cpu_offload",
-        "lazy_load",
+        "t5_lazy_load",
         "numm_frames",
         "noise_device",
     }
