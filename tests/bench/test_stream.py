@@ -36,7 +36,7 @@ def test_figures_of_a_small_run(dtype, granularity, tmp_path, capsys) -> None:
     layout = lay_out(architecture("tiny", "i2v"), fp8=dtype == "fp8")
     assert figures["resident_weights_nbytes"] >= 8 * layout.block_nbytes - 8 * 3 * 4096
     assert figures["streamed_weights_nbytes"] <= 2 * (layout.block_nbytes + 256)
-    assert figures["stream"]["steps"] == 2
+    assert figures["stream"]["steps"] == 2 * stream.STEPS_IN_A_ROW
     table = capsys.readouterr().out
     assert "equal, bit for bit" in table and "yes" in table
 
