@@ -164,16 +164,30 @@ def find_problems(domains: Sequence[Domain]) -> list[OffloadError]:
     return [*_unknown_nodes(domains), *_not_lent(domains), *_too_little(domains)]
 
 
+# The settings that ask for a bound scope, and what to do where it cannot be had.
+_ASKED = {
+    Scope.RANK_NUMA: (
+        "cpu_offload_numa",
+        "set cpu_offload_numa to false: the copy then goes where its reader runs",
+    ),
+    Scope.NUMA: (
+        "shared_cpu_weight_scope numa",
+        "set shared_cpu_weight_strict_numa false, or take scope host",
+    ),
+}
+
+
 def _unknown_nodes(domains: Sequence[Domain]) -> Iterable[OffloadError]:
     for domain in domains:
         if domain.scope.bound and domain.node is None and domain.leader.strict:
             member = domain.leader.member
+            asked, way_out = _ASKED[domain.scope]
             yield NumaError(
-                f"scope {domain.scope} needs the NUMA node of rank "
+                f"{asked} needs the NUMA node of rank "
                 f"{', '.join(map(str, domain.ranks))}, which is unknown "
                 f"(device {member.pci_id or 'CPU'} on {member.hostname})",
                 expected="a node in /sys/bus/pci/devices/<address>/numa_node, or CPUs of one node",
-                hint="set shared_cpu_weight_strict_numa false, or take scope host",
+                hint=way_out,
                 node=None,
                 ranks=domain.ranks,
             )

@@ -92,6 +92,14 @@ def test_explicit_numa_never_becomes_host() -> None:
     ]
 
 
+def test_a_copy_on_its_own_node_needs_to_know_the_node() -> None:
+    claims = [claim(0, "rank-numa"), claim(1, "rank-numa", node=None)]
+    (error,) = find_problems(form_domains(claims))
+    assert error.facts["ranks"] == (1,)
+    assert error.what.startswith("cpu_offload_numa needs the NUMA node of rank 1, which is unknown")
+    assert "cpu_offload_numa to false" in error.hint
+
+
 @pytest.mark.parametrize("what", ["boot", "ipc", "fingerprint"])
 def test_what_must_be_equal_to_share(what: str) -> None:
     claims = [claim(0), claim(1), claim(2, **{what: "other"}), claim(3, **{what: "other"})]
