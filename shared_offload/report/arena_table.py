@@ -10,14 +10,13 @@ from rich.table import Table
 GIB, MIB = 1 << 30, 1 << 20
 
 
-def arena_table(rows: Sequence[Mapping[str, Any]], *, saves: bool = True) -> Table:
+def arena_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     """One line an arena, from plain values by name: hostname, scope, node, nbytes, node_nbytes,
     huge_nbytes, ranks, fill_seconds, fill_gb_per_second, registered, register_seconds,
-    saved_nbytes, lender. Seconds of registration are those of the slowest rank.
-    `saves`: say what sharing saved.
+    saved_nbytes, lender. Seconds of registration are those of the slowest rank. A weight server's
+    own arenas have no ranks.
     """
-    caption = _caption(sum(row["saved_nbytes"] for row in rows)) if saves else None
-    table = Table(title="Arenas in host memory", caption=caption, caption_justify="left")
+    table = Table(title="Arenas in host memory", caption=_caption(rows), caption_justify="left")
     for name in ("host, scope", "ranks", "size", "pages", "filled", "registered"):
         table.add_column(name)
     for row in rows:
@@ -33,7 +32,12 @@ def arena_table(rows: Sequence[Mapping[str, Any]], *, saves: bool = True) -> Tab
     return table
 
 
-def _caption(saved: int) -> str:
+def _caption(rows: Sequence[Mapping[str, Any]]) -> str:
+    if not any(row["ranks"] for row in rows):
+        return ""
+    saved = sum(row["saved_nbytes"] for row in rows)
+    if not saved and all(row["lender"] for row in rows):
+        return "Lent by a weight server: this run loaded nothing of it."
     if not saved:
         return "No memory saved: every rank has a copy of its own."
     return f"{_size(saved)} of host memory saved against a copy for each rank."

@@ -9,7 +9,7 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 
@@ -73,11 +73,12 @@ class Connection:
             raise from_json(protocol.text(message, "error"))
         return message
 
-    def wait_for_end(self, seconds: float | None = None) -> None:
-        """Until the server hangs up."""
-        self._peer.settimeout(seconds)
-        while self._peer.recv(protocol.MOST_NBYTES):
-            pass
+    def wait_for_end(self) -> None:
+        """Until the server hangs up, or is gone."""
+        self._peer.settimeout(None)
+        with suppress(ConnectionError):
+            while self._peer.recv(protocol.MOST_NBYTES):
+                pass
 
     def _lost(self, why: str) -> ArenaError:
         return ArenaError(
@@ -109,7 +110,7 @@ def send(folder: Path | None, request: Message) -> Connection | None:
     Raises ArenaError when there is one, and nobody behind it.
     """
     for place in places(folder):
-        opened = Folder.open(place)
+        opened = Folder.find(place)
         if opened is None:
             continue
         with opened:

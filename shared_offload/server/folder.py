@@ -36,32 +36,41 @@ def candidates() -> list[Path]:
 
 
 class Folder:
-    """The verified folder, held open. A context manager."""
+    """The verified folder, held open. A context manager. Made by `find` or `make`."""
 
     def __init__(self, path: Path, descriptor: int) -> None:
         self.path = path
         self._descriptor = descriptor
 
     @classmethod
-    def open(cls, path: Path, *, create: bool = False) -> Folder | None:
+    def find(cls, path: Path) -> Folder | None:
         """None when it does not exist; ArenaError when it is not this user's alone."""
+        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
         try:
-            if create:
-                path.mkdir(mode=0o700, exist_ok=True)
-            descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            descriptor = os.open(path, flags)
         except FileNotFoundError:
-            if create:
-                raise _unusable(path, f"{path.parent} does not exist") from None
             return None
         except OSError as error:
             raise _unusable(path, error.strerror or str(error)) from error
         found = os.fstat(descriptor)
-        if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o077:
-            os.close(descriptor)
-            raise _unusable(
-                path, f"it belongs to uid {found.st_uid} with mode {stat.S_IMODE(found.st_mode):o}"
-            )
-        return cls(path, descriptor)
+        if found.st_uid == os.geteuid() and not stat.S_IMODE(found.st_mode) & 0o077:
+            return cls(path, descriptor)
+        os.close(descriptor)
+        raise _unusable(
+            path, f"it belongs to uid {found.st_uid} with mode {stat.S_IMODE(found.st_mode):o}"
+        )
+
+    @classmethod
+    def make(cls, path: Path) -> Folder:
+        """As `find`, and made when it does not exist."""
+        try:
+            path.mkdir(mode=0o700, exist_ok=True)
+        except OSError as error:
+            raise _unusable(path, error.strerror or str(error)) from error
+        folder = cls.find(path)
+        if folder is None:
+            raise _unusable(path, "it was removed as soon as it was made")
+        return folder
 
     @property
     def _socket(self) -> str:

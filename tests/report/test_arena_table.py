@@ -38,6 +38,7 @@ ROW: dict[str, Any] = {
         ({"huge_nbytes": 3 * GIB}, ["2 MiB pages 20 %, rest 4 KiB"]),
         ({"huge_nbytes": 0}, ["node 1; 4 KiB pages"]),
         ({"lender": "weight server, pid 7"}, ["weight server, pid 7"]),
+        ({"lender": "server", "saved_nbytes": 0}, ["Lent by a weight server"]),
         ({"saved_nbytes": 0}, ["No memory saved"]),
         ({"registered": "not registered", "register_seconds": 0.0}, ["not registered"]),
     ],
