@@ -195,12 +195,14 @@ class Runner:
     def _modules(self) -> tuple[OnDemand[TextEncoder], OnDemand[ImageEncoder], OnDemand[Vae]]:
         settings, files = self.settings, self.inventory
         kind = self.device.type
+        passes = settings.t5_cpu_offload and kind == "cuda"
 
         def text(device: torch.device) -> TextEncoder:
             return TextEncoder.load(
                 files.t5,
                 files.tokenizer,
-                device=device,
+                device=self.device if passes else device,
+                block_by_block=passes,
                 dtype=TEXT_DTYPE[kind],
                 text_len=files.arch.text_len,
             )

@@ -20,6 +20,7 @@ from transformers import AutoTokenizer, UMT5Config, UMT5EncoderModel
 
 from shared_offload.errors import CheckpointError
 from shared_offload.pipeline import module_weights
+from shared_offload.pipeline.passing import passing
 from shared_offload.weights.pth import load_pth
 
 TOKENIZER_FILES = ("tokenizer.json", "spiece.model")
@@ -44,8 +45,17 @@ TOP_NAMES = {
 class TextEncoder:
     """UMT5's encoder with its tokenizer; `close` frees the weights."""
 
-    def __init__(self, model: Any, tokenizer: Any, *, text_len: int, source: Path) -> None:  # noqa: ANN401  transformers has no types
+    def __init__(
+        self,
+        model: Any,  # noqa: ANN401  transformers has no types
+        tokenizer: Any,  # noqa: ANN401  the same
+        *,
+        text_len: int,
+        source: Path,
+        passing_through: torch.device | None = None,
+    ) -> None:
         self._model = model
+        self._passing_through = passing_through
         self._tokenizer = tokenizer
         self._text_len = text_len
         self._source = source
@@ -62,8 +72,13 @@ class TextEncoder:
         device: torch.device | str,
         dtype: torch.dtype,
         text_len: int,
+        block_by_block: bool = False,
     ) -> TextEncoder:
         """From a .pth file (bf16, fp32 or FP8) and a tokenizer folder.
+
+        With `block_by_block` the weights stay in host memory (as the file's own map where the dtype
+        fits): tokens are looked up there, and `encode` takes block after block through `device`,
+        which needs memory for one block. The rows are the same, bit for bit.
 
         The sizes are read from the tensors. Raises CheckpointError or Problems; a missing tokenizer
         before the weights are touched. Peak memory: the weights, once.
@@ -72,25 +87,35 @@ class TextEncoder:
         tensors = load_pth(path)
         with torch.device("meta"):
             model = UMT5EncoderModel(read_config(tensors, path))
-        module_weights.assign(
-            model, rename(tensors), path=path, device=torch.device(device), dtype=dtype
-        )
-        return cls(model, tokenizer, text_len=text_len, source=path)
+        device = torch.device(device)
+        home = torch.device("cpu") if block_by_block else device
+        module_weights.assign(model, rename(tensors), path=path, device=home, dtype=dtype)
+        through = device if block_by_block else None
+        return cls(model, tokenizer, text_len=text_len, source=path, passing_through=through)
 
     @torch.inference_mode()
     def encode(self, prompts: Sequence[str]) -> list[Tensor]:
         """One (E, D) tensor for each prompt; E is at most `text_len`, an empty prompt has 1 row."""
-        return [self._encode_one(prompt) for prompt in prompts]
+        tokens = [self._tokenize(prompt) for prompt in prompts]
+        device = self._passing_through
+        if device is None:
+            return [self._rows(input_ids=ids.to(self._model.device)) for ids in tokens]
+        stack = self._model.encoder
+        # Tokens are looked up on the host; what comes after it is small and passes too.
+        with passing([*stack.block, stack.final_layer_norm], device):
+            return [self._rows(inputs_embeds=self._model.shared(ids).to(device)) for ids in tokens]
 
     def move(self, device: torch.device) -> None:
-        """Put the weights on a device."""
-        module_weights.move(self._model, device)
+        """Put the weights on a device; those that go block by block stay in host memory."""
+        if self._passing_through is None:
+            module_weights.move(self._model, device)
 
     def close(self) -> None:
         """Free the weights. Idempotent; `encode` cannot be called afterwards."""
         self._model = None
 
-    def _encode_one(self, prompt: str) -> Tensor:
+    def _tokenize(self, prompt: str) -> Tensor:
+        """(1, E) token ids, on the CPU."""
         if self._model is None:
             raise RuntimeError("the text encoder is closed")
         encoded = self._tokenizer(
@@ -105,8 +130,10 @@ class TextEncoder:
                 expected="a tokenizer and an encoder of the same model",
                 path=str(self._source),
             )
-        batch_1E = torch.tensor([ids], device=self._model.device)
-        rows_ED: Tensor = self._model(input_ids=batch_1E).last_hidden_state[0]
+        return torch.tensor([ids])
+
+    def _rows(self, **inputs: Tensor) -> Tensor:
+        rows_ED: Tensor = self._model(**inputs).last_hidden_state[0]
         if not bool(torch.isfinite(rows_ED).all()):
             raise CheckpointError(
                 f"{self._source.name} gives text features that are not finite in {rows_ED.dtype}",
