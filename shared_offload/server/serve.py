@@ -98,7 +98,8 @@ class _Server:
             server.close()
             self._folder.clear()
             self._shelf.close()
-            await asyncio.wait({first, *self._holds})  # until no thread fills any more
+            # Until no thread fills any more. Whose error matters has been told of it.
+            await asyncio.gather(first, *self._holds, return_exceptions=True)
 
     # -- a peer ------------------------------------------------------------------------------------
 
