@@ -123,6 +123,8 @@ class Pipeline:
         shape = conditioning.latent_shape(settings.num_frames, height, width)
         if request.save_path is not None and runner.is_first:
             check_target(request.save_path, bytes_needed=settings.num_frames * height * width)
+        if settings.trace is not None and runner.is_first:
+            check_target(settings.trace, bytes_needed=0, suffixes=(".json",), flag="--trace")
         scheduler = make_scheduler(
             steps=settings.infer_steps,
             shift=settings.sample_shift,

@@ -12,6 +12,8 @@ from shared_offload.config import Settings
 from shared_offload.errors import ConfigError
 from shared_offload.pipeline.conditioning import i2v_size
 
+SEED_END = 2**63  # of torch's generators, and of the settings
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
@@ -34,7 +36,15 @@ class Request:
         seed: int | None,
         save_result_path: str | Path | None,
     ) -> Self:
-        """What was given, over what the settings say. Raises ConfigError for i2v without image."""
+        """What was given, over what the settings say.
+
+        Raises ConfigError for i2v without image and for a seed that is none.
+        """
+        seed = settings.seed if seed is None else seed
+        if not 0 <= seed < SEED_END:
+            raise ConfigError(
+                f"seed is {seed}", expected=f"0 to {SEED_END - 1}", key="seed", found=seed
+            )
         image = Path(image_path) if image_path is not None else settings.image_path
         if settings.task == "i2v" and image is None:
             raise ConfigError(
@@ -50,7 +60,7 @@ class Request:
                 settings.negative_prompt if negative_prompt is None else negative_prompt
             ),
             image_path=image if settings.task == "i2v" else None,
-            seed=settings.seed if seed is None else seed,
+            seed=seed,
             save_path=None if save is None else Path(save),
         )
 

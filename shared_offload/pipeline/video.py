@@ -14,7 +14,7 @@ import io
 import json
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fractions import Fraction
 from pathlib import Path
@@ -47,20 +47,26 @@ def metadata_path(path: Path) -> Path:
     return path.with_name(path.name + ".json")
 
 
-def check_target(path: Path, *, bytes_needed: int) -> None:
-    """Before the first step: can this file be written? Creates the parent folder.
+def check_target(
+    path: Path,
+    *,
+    bytes_needed: int,
+    suffixes: Sequence[str] = SUFFIXES,
+    flag: str = "--save_result_path",
+) -> None:
+    """Before the first step: can this file, given by `flag`, be written? Creates its folder.
 
     Raises OutputError for a wrong suffix, a folder, an unwritable place, too little space.
     """
     path = path.absolute()
-    _check_suffix(path)
-    with _os_errors(path):
+    _check_suffix(path, suffixes)
+    with _os_errors(path, flag):
         if path.is_dir():
             _fail(
                 path,
                 f"{path} is a folder",
                 expected="the name of a file",
-                hint=f"use {path}/out.mp4",
+                hint=f"use {path}/out{suffixes[0]}",
             )
         for folder in path.parents:
             if folder.exists() and not folder.is_dir():
@@ -68,7 +74,7 @@ def check_target(path: Path, *, bytes_needed: int) -> None:
                     path,
                     f"{folder} is no folder",
                     expected=f"a place for {path.name}",
-                    hint="give --save_result_path another folder",
+                    hint=f"give {flag} another folder",
                 )
         path.parent.mkdir(parents=True, exist_ok=True)
         probe = _partial(path)
@@ -81,7 +87,7 @@ def check_target(path: Path, *, bytes_needed: int) -> None:
         _fail(
             path,
             f"{path.parent} has {free / 1e6:.1f} MB free",
-            expected=f"{bytes_needed / 1e6:.1f} MB for the video",
+            expected=f"{bytes_needed / 1e6:.1f} MB for {path.name}",
             hint="free some space or write elsewhere",
             needed=bytes_needed,
             found=free,
@@ -100,7 +106,7 @@ def write_video(
     partial file. Memory: the encoded file, and one frame at a time.
     """
     path = path.absolute()
-    _check_suffix(path)
+    _check_suffix(path, SUFFIXES)
     video = _encode(path, frames_FHW3, Fraction(str(fps)))
     text = json.dumps(dict(metadata), indent=2, ensure_ascii=False, default=str) + "\n"
     contents = ((metadata_path(path), text.encode()), (path, video))
@@ -117,13 +123,13 @@ def write_video(
                 partial.unlink(missing_ok=True)
 
 
-def _check_suffix(path: Path) -> None:
-    if path.suffix.lower() not in SUFFIXES:
+def _check_suffix(path: Path, suffixes: Sequence[str]) -> None:
+    if path.suffix.lower() not in suffixes:
         _fail(
             path,
-            f"{path} has no suffix of a video",
-            expected=" or ".join(SUFFIXES),
-            hint=f"use {path.stem}{SUFFIXES[0]}",
+            f"{path} ends in {path.suffix!r}",
+            expected=" or ".join(suffixes),
+            hint=f"use {path.stem}{suffixes[0]}",
         )
 
 
@@ -216,13 +222,13 @@ def _partial(path: Path) -> Path:
 
 
 @contextmanager
-def _os_errors(path: Path) -> Iterator[None]:
+def _os_errors(path: Path, flag: str = "--save_result_path") -> Iterator[None]:
     try:
         yield
     except OSError as error:
         raise OutputError(
             f"{path} cannot be written: {error.strerror}",
-            hint="give --save_result_path a place that is writable and has space",
+            hint=f"give {flag} a place that is writable and has space",
             path=str(path),
             errno=error.errno,
         ) from error

@@ -288,6 +288,8 @@ def test_what_the_caller_gets_wrong_is_told_before_anything_loads(
         ({"image_path": small}, InputError, {"height": 8, "width": 8}),
         ({"save_result_path": tmp_path / "file/out.mp4"}, OutputError, {}),
         ({"save_result_path": tmp_path / "out.txt"}, OutputError, {}),
+        ({"seed": -1}, ConfigError, {"key": "seed", "found": -1}),
+        ({"seed": 2**63}, ConfigError, {"key": "seed", "found": 2**63}),
     ]
     with studio.pipeline("i2v") as pipeline:
         with monkeypatch.context() as patch:
@@ -297,6 +299,16 @@ def test_what_the_caller_gets_wrong_is_told_before_anything_loads(
                     pipeline.generate(**request)
                 assert facts.items() <= caught.value.facts.items()
         assert torch.equal(pipeline.generate().latents, resident("i2v", "bf16"))
+
+
+def test_a_trace_that_cannot_be_written_costs_no_video(studio, tmp_path, monkeypatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(TextEncoder, "load", failing(AssertionError("loaded")))
+    for name in ("file/trace.json", "trace.txt", "."):
+        with studio.pipeline("t2v", **OFFLOAD, trace=str(tmp_path / name)) as pipeline:
+            with pytest.raises(OutputError) as caught:
+                pipeline.generate()
+            assert caught.value.hint
 
 
 def test_i2v_needs_a_picture_from_somewhere(studio, resident) -> None:

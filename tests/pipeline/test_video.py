@@ -18,8 +18,6 @@ import torch
 from shared_offload.errors import OutputError
 from shared_offload.pipeline.video import check_target, metadata_path, to_uint8, write_video
 
-torch.set_num_threads(2)
-
 
 def flat(colour: tuple[int, int, int], frames: int = 3, size: tuple[int, int] = (64, 96)):
     return torch.tensor(colour, dtype=torch.uint8).expand(frames, *size, 3)
@@ -155,8 +153,8 @@ def test_targets_that_cannot_be(tmp_path: Path) -> None:
     assert listing(tmp_path / "a") == []
     (tmp_path / "file").write_text("")
     for path, text in (
-        (tmp_path / "a.avi", "suffix"),
-        (tmp_path / "a", "suffix"),
+        (tmp_path / "a.avi", "ends in"),
+        (tmp_path / "a", "ends in"),
         (tmp_path / "file" / "b.mp4", "file is no folder"),
         (tmp_path / ("n" * 300 + ".mp4"), "too long"),
         (Path("/proc/out.mp4"), "cannot be written"),
