@@ -5,7 +5,7 @@ Invariant: a file has its own name only when it is complete.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -14,7 +14,6 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from shared_offload.errors import OutputError
 from shared_offload.synth.models import (
     Recipes,
     clip_recipes,
@@ -28,10 +27,10 @@ from shared_offload.synth.tokenizer import TOKENIZER_FILES, write_tokenizer
 from shared_offload.weights.architecture import CONFIG_NAME, write_config
 from shared_offload.weights.convert import Files, RowSource, fp8_files, write_files
 from shared_offload.weights.discovery import SINGLE_FILE
+from shared_offload.weights.pth import save_pth
 from shared_offload.weights.views import TORCH_DTYPES
 from shared_offload.weights.writer import (
     INDEX_NAME,
-    PARTIAL,
     TensorTable,
     file_nbytes,
     row_chunks,
@@ -119,7 +118,7 @@ def _pth_part(title: str, file: str, recipes: Recipes, dtype: str, seed: int) ->
             for first, end in row_chunks(recipe.shape)
         )
         run_all(jobs, threads, on_bytes)
-        _save(tensors, folder / file)
+        save_pth(tensors, folder / file)
 
     nbytes = sum(tensor_nbytes(dtype, recipe.shape) for recipe in recipes.values())
     return Part(title, (file,), nbytes, make)
@@ -145,21 +144,6 @@ def _fill(tensor: Tensor, rows: RowSource, name: str, first: int, end: int) -> i
     target = tensor[first:end] if tensor.dim() else tensor
     target.copy_(made)
     return target.numel() * target.element_size()
-
-
-def _save(tensors: Mapping[str, Tensor], path: Path) -> None:
-    unfinished = path.with_name(path.name + PARTIAL)
-    try:
-        torch.save(dict(tensors), unfinished)
-        unfinished.replace(path)
-    except (OSError, RuntimeError) as error:  # torch reports a full disk as RuntimeError
-        raise OutputError(
-            f"cannot write {path}: {error}",
-            hint="check the folder's permissions and the free space of its disk",
-            path=str(path),
-        ) from error
-    finally:
-        unfinished.unlink(missing_ok=True)
 
 
 def _shards(recipes: Recipes, count: int) -> Files:

@@ -2,7 +2,7 @@
 
 Tensors keep Wan's full names in every layout. The 2-D weights of the blocks become FP8 with an fp32
 `NAME_scale` of one value per row; everything else is cast to one dtype. The result appears under
-its own name only when it is complete. Memory: a few chunks of 16 MiB per thread, whatever the size.
+its own name only when it is complete.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -107,6 +107,17 @@ def write_files(
         write_index(folder, weight_map, sum(map(file_nbytes, files.values())))
 
 
+class Part(Protocol):
+    """A conversion of the DiT, or of an encoder."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all that `write_into` makes."""
+
+    def write_into(self, folder: Path, threads: int, on_bytes: Callable[[int], None]) -> None:
+        """Write its files into a folder."""
+
+
 @dataclass(frozen=True, slots=True)
 class Conversion:
     """A conversion that is planned and not yet started."""
@@ -122,16 +133,28 @@ class Conversion:
         return sum(map(file_nbytes, self.files.values()))
 
     def write(self, out: Path, on_bytes: Callable[[int], None] = lambda _: None) -> None:
-        """Make folder `out` with the FP8 files and config.json; it must not exist or be empty.
+        """Make folder `out` of this conversion alone; see `write_folder`."""
+        write_folder(out, [self], on_bytes)
 
-        Raises PreflightError where the disk is too small, before anything is written, OutputError
-        for a folder that cannot be written and CheckpointError for a source that cannot be read.
-        """
-        with _new_folder(out, self.nbytes) as folder:
-            write_config(self.checkpoint.arch, folder / CONFIG_NAME)
-            with OpenFiles(self.checkpoint.stamps) as opened:
-                rows = partial(_read_rows, self.checkpoint, opened)
-                write_files(folder, self.files, rows, _threads(), on_bytes)
+    def write_into(self, folder: Path, threads: int, on_bytes: Callable[[int], None]) -> None:
+        """Write config.json and the FP8 files. Memory: a few chunks of 16 MiB per thread."""
+        write_config(self.checkpoint.arch, folder / CONFIG_NAME)
+        with OpenFiles(self.checkpoint.stamps) as opened:
+            rows = partial(_read_rows, self.checkpoint, opened)
+            write_files(folder, self.files, rows, threads, on_bytes)
+
+
+def write_folder(
+    out: Path, parts: Sequence[Part], on_bytes: Callable[[int], None] = lambda _: None
+) -> None:
+    """Make folder `out`, which must not exist or be empty, with all of the parts or not at all.
+
+    Raises PreflightError where the disk is too small, before anything is written, OutputError
+    for a folder that cannot be written and CheckpointError for a source that cannot be read.
+    """
+    with _new_folder(out, sum(part.nbytes for part in parts)) as folder:
+        for part in parts:
+            part.write_into(folder, _threads(), on_bytes)
 
 
 def plan_conversion(

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import pickle
 import zipfile
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 
-from shared_offload.errors import CheckpointError
+from shared_offload.errors import CheckpointError, OutputError
 from shared_offload.weights.files import bounded_names, impostor_error, read_head, unreadable
+from shared_offload.weights.writer import PARTIAL
 
 _LEGACY_MAGIC = b"\x80"  # a pickle: torch.save before 1.6
 _ZIP_MAGIC = b"PK\x03\x04"
@@ -45,6 +47,22 @@ def load_pth(path: Path) -> dict[str, torch.Tensor]:
         reason = str(error).split("\n", 1)[0]
         raise _damaged(path, reason, "a file written by torch.save") from error
     return _tensors(path, content)
+
+
+def save_pth(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
+    """Write a .pth file; it has its own name only when it is complete. Raises OutputError."""
+    unfinished = path.with_name(path.name + PARTIAL)
+    try:
+        torch.save(dict(tensors), unfinished)
+        unfinished.replace(path)
+    except (OSError, RuntimeError) as error:  # torch reports a full disk as RuntimeError
+        raise OutputError(
+            f"cannot write {path}: {error}",
+            hint="check the folder's permissions and the free space of its disk",
+            path=str(path),
+        ) from error
+    finally:
+        unfinished.unlink(missing_ok=True)
 
 
 def _tensors(path: Path, content: object) -> dict[str, torch.Tensor]:
