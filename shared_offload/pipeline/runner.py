@@ -53,7 +53,11 @@ class Runner:
     ) -> None:
         if ranks is None:
             facts = RankFacts()
-            ranks = Ranks.start(facts, choose_device(facts, settings.device, False))
+            device = choose_device(facts, settings.device, False)
+            parallel = settings.parallel  # one rank alone, so anything else is told
+            ranks = Ranks.start(
+                facts, device, seq_p_size=parallel.seq_p_size, cfg_p_size=parallel.cfg_p_size
+            )
         self.settings = settings
         self.ranks = ranks
         self.progress = progress

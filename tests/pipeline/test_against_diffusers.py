@@ -41,25 +41,26 @@ from transformers import (
 )
 
 from shared_offload.pipeline import image_encoder, text_encoder, vae
+from shared_offload.pipeline.generate import Video
 from shared_offload.weights.architecture import read_architecture
 from tests.reference import diffusers_dit
 
 STEPS, SHIFT, SCALE, SEED = 4, 3.0, 4.0, 11
 PROMPT = "  A ship sails across a stormy sea &amp; a dark sky ,\tdramatic light "  # cleaning too
-NEGATIVE = "low quality, blurry"
-SIZE = [48, 64]  # the picture's aspect makes it 64 x 32 (height x width) for i2v
-I2V_SIZE = (64, 32)
+PROMPTS = {  # prompt and negative prompt; the second is cut off at 512 tokens, and an empty one
+    "t2v": (PROMPT, "low quality, blurry"),
+    "i2v": ("a blue kite on a green hill " * 100, ""),
+}
+SIZES = {"t2v": (48, 64), "i2v": (64, 32)}  # height, width: the area is one, but not the aspect
 FRAMES = 9
 OPTIONS = {
     "dtype": "FP32",
     "vae_dtype": "FP32",
-    "size": SIZE,
+    "size": list(SIZES["t2v"]),
     "num_frames": FRAMES,
     "infer_steps": STEPS,
     "sample_shift": SHIFT,
     "sample_guide_scale": SCALE,
-    "prompt": PROMPT,
-    "negative_prompt": NEGATIVE,
     "seed": SEED,
 }
 
@@ -156,19 +157,25 @@ def theirs(checkpoints) -> dict[str, WanPipeline | WanImageToVideoPipeline]:
     return pipelines
 
 
-def make(pipeline, picture: Path, size: tuple[int, int]) -> tuple[Tensor, Tensor]:
+def ours(studio, task: str, **options) -> Video:
+    prompt, negative = PROMPTS[task]
+    return studio.video(task, prompt=prompt, negative_prompt=negative, **(OPTIONS | options))
+
+
+def make(pipeline, task: str, picture: Path) -> tuple[Tensor, Tensor]:
     """Frames (F, H, W, 3) in 0..255, not rounded, and latents (16, T, Y, X)."""
-    image = {} if isinstance(pipeline, WanPipeline) else {"image": Image.open(picture)}
+    image = {"image": Image.open(picture)} if task == "i2v" else {}
+    height, width = SIZES[task]
+    prompt, negative = PROMPTS[task]
     seen = []
 
     def keep(_pipeline, _step, _timestep, tensors):
         seen.append(tensors["latents"])
         return {}
 
-    height, width = size
     result = pipeline(
-        prompt=PROMPT,
-        negative_prompt=NEGATIVE,
+        prompt=prompt,
+        negative_prompt=negative,
         height=height,
         width=width,
         num_frames=FRAMES,
@@ -185,13 +192,12 @@ def make(pipeline, picture: Path, size: tuple[int, int]) -> tuple[Tensor, Tensor
 
 @pytest.mark.parametrize("task", ["t2v", "i2v"])
 def test_frames_are_diffusers_within_one_level(studio, theirs, task) -> None:
-    size = I2V_SIZE if task == "i2v" else tuple(SIZE)
-    frames, latents = make(theirs[task], studio.picture, size)
-    ours = studio.video(task, **OPTIONS)
+    frames, latents = make(theirs[task], task, studio.picture)
+    video = ours(studio, task)
     assert frames.std() > 10  # levels: there is something to see
-    assert ours.frames.shape == frames.shape == (FRAMES, *size, 3)
-    torch.testing.assert_close(ours.latents, latents, rtol=1e-4, atol=1e-4)
-    assert (ours.frames - frames).abs().max() <= 1
+    assert video.frames.shape == frames.shape == (FRAMES, *SIZES[task], 3)
+    torch.testing.assert_close(video.latents, latents, rtol=1e-4, atol=1e-4)
+    assert (video.frames - frames).abs().max() <= 1
 
 
 @pytest.mark.parametrize("part", ["scheduler", "image_processor", "video_processor"])
@@ -203,21 +209,20 @@ def test_the_replaced_parts_matter(studio, theirs, part, monkeypatch) -> None:
         "video_processor": VideoProcessor(),
     }
     monkeypatch.setattr(theirs["i2v"], part, own[part])
-    frames, _ = make(theirs["i2v"], studio.picture, I2V_SIZE)
-    ours = studio.video("i2v", **OPTIONS)
-    assert (ours.frames - frames).abs().max() > 1
+    frames, _ = make(theirs["i2v"], "i2v", studio.picture)
+    assert (ours(studio, "i2v").frames - frames).abs().max() > 1
 
 
 def test_distilled_steps_are_euler_steps(studio, theirs) -> None:
     """wan2.1_distill: no guidance, steps at 1000, 750, 500 and 250 of 1000, shifted."""
     distilled = {"model_cls": "wan2.1_distill", "enable_cfg": False, "infer_steps": 4}
-    ours = studio.video("t2v", **(OPTIONS | distilled))
+    video = ours(studio, "t2v", **distilled)
     rows, _ = theirs["t2v"].encode_prompt(PROMPT, None, False, max_sequence_length=512)
     sigmas = [1.0, 0.9, 0.75, 0.5, 0.0]  # s * t / (1 + (s - 1) * t), s = 3
     noise = torch.Generator().manual_seed(SEED)
-    latent = torch.randn(16, 3, SIZE[0] // 8, SIZE[1] // 8, generator=noise)
+    latent = torch.randn(video.latents.shape, generator=noise)
     for now, following in pairwise(sigmas):
         model = theirs["t2v"].transformer
         velocity = diffusers_dit.velocity(model, latent, 1000 * now, rows[0])
         latent = latent + (following - now) * velocity
-    torch.testing.assert_close(ours.latents, latent, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(video.latents, latent, rtol=1e-4, atol=1e-4)

@@ -333,6 +333,12 @@ def test_a_truncated_encoder_is_told_and_can_be_mended(studio, resident, tmp_pat
         assert torch.equal(pipeline.generate().latents, resident("t2v", "bf16"))
 
 
+def test_ranks_that_were_not_started_are_told(studio) -> None:
+    with pytest.raises(ConfigError) as caught:
+        studio.pipeline("t2v", parallel={"seq_p_size": 4})
+    assert (caught.value.facts["needed"], caught.value.facts["found"]) == (4, 1)
+
+
 # -- the end ---------------------------------------------------------------------------------------
 
 
