@@ -1,7 +1,7 @@
 """A decode split over ranks: strips of the picture, or tiles where the VAE is tiled.
 
 Strips. Only the decoder's middle block attends over a whole frame; it works at an eighth of the
-size and costs some 3 % of a decode. Every rank computes up to there, keeps a strip of the longer
+size and costs 2.6 % of a decode. Every rank computes up to there, keeps a strip of the longer
 side, and goes on with that alone. From then on all is convolution: before each of 3 x 3, neighbours
 swap the one row that the kernel reaches across the cut. So each rank has just what the
 undivided decode has there, nothing is computed twice, and a strip may be as thin as one latent.
