@@ -13,6 +13,7 @@ import torch
 from shared_offload.config import Settings, clip_file, dit_path, t5_file, tokenizer_folder, vae_file
 from shared_offload.errors import ConfigError, OffloadError, Problems, raise_all
 from shared_offload.model.attention import check_attention_name
+from shared_offload.pipeline.disk_blocks import ring_plan
 from shared_offload.preflight import gpu_plan
 from shared_offload.streaming.streamer import SLOTS
 from shared_offload.weights.architecture import Architecture, read_architecture
@@ -87,6 +88,8 @@ def survey_files(settings: Settings) -> Survey:
     clip = attempt(lambda: clip_file(settings)) if settings.task == "i2v" else None
     vae = attempt(lambda: vae_file(settings))
     loaded = attempt(partial(_index, settings, arch, errors)) if arch else None
+    if loaded and settings.lazy_load:
+        attempt(partial(ring_plan, settings, loaded.checkpoint))
     if errors:
         return Survey(arch=arch, inventory=None, errors=tuple(errors))
     assert arch and loaded and t5 and tokenizer and vae  # each lack was an error
