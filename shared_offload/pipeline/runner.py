@@ -8,6 +8,7 @@ after `close` nothing at all, whatever failed.
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -64,6 +65,7 @@ class Runner:
         self.device = ranks.device
         self.inventory: Inventory = inventory or take_inventory(settings)
         self._dit: LoadedDit | None = None
+        self._last_resort: weakref.finalize[[], Runner] | None = None
         self._texts, self._images, self._vae = self._modules()
 
     @property
@@ -108,6 +110,8 @@ class Runner:
             self._dit = load_dit(
                 self.settings, self.inventory, self.ranks, self.progress, name=name
             )
+            # For a runner that nobody closes: at its end as garbage, or the interpreter's.
+            self._last_resort = weakref.finalize(self, self._dit.close)
             if arenas := self._dit.arenas():
                 self.progress.show(arena_table(arenas))
         return self._dit
@@ -193,6 +197,8 @@ class Runner:
 
     def _close_dit(self) -> None:
         dit, self._dit = self._dit, None
+        if self._last_resort is not None:
+            self._last_resort.detach()
         if dit is not None:
             dit.close()
 
