@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     console = Console(file=sys.stdout, markup=False, highlight=False)
     for server in servers:
-        console.print(_sentence(server))
+        console.print(_sentence(server), soft_wrap=True)
     if not servers:
         console.print("no weight server")
     console.print(_table(rows) if rows else "no arenas")

@@ -1,14 +1,15 @@
 """Arenas of this host and who is attached, read from /proc; nothing is attached to or changed.
 
 Invariant: a segment counts as ours only with our stamp on its last page, read through a process
-that has it mapped; or, while it is being filled or where that may not be read, when such a process
-is one of our commands. Others are not listed. Of this IPC namespace; what other users' processes
-have mapped shows to root only.
+that has that page; or, while it is being filled or where that may not be read, when such a process
+is one of our commands. Others are not listed, and not touched: no attachment, and no page comes
+into being. Of this IPC namespace; what other users' processes have mapped shows to root only.
 """
 
 from __future__ import annotations
 
 import mmap
+import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,9 @@ from shared_offload.memory.arena import REMOVED, STAMP, all_segments
 
 OUR_COMMANDS = ("shared_offload", "shared-offload")
 PROC = Path("/proc")
+PAGEMAP_ENTRY = struct.Struct("Q")
+EXISTS = 0b11 << 62
+"""Present or swapped out, as /proc/PID/pagemap says."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,11 +72,17 @@ def arenas() -> list[Seen]:
 
 
 def _stamped(holder: Holder) -> bool:
+    folder, page = PROC / str(holder.pid), holder.end // mmap.PAGESIZE - 1
     try:
-        with (PROC / str(holder.pid) / "mem").open("rb", buffering=0) as memory:
-            memory.seek(holder.end - mmap.PAGESIZE)
+        with (folder / "pagemap").open("rb", buffering=0) as pagemap:
+            pagemap.seek(page * PAGEMAP_ENTRY.size)
+            (entry,) = PAGEMAP_ENTRY.unpack(pagemap.read(PAGEMAP_ENTRY.size))
+        if not entry & EXISTS:  # to read it would make it
+            return False
+        with (folder / "mem").open("rb", buffering=0) as memory:
+            memory.seek(page * mmap.PAGESIZE)
             return memory.read(len(STAMP)) == STAMP
-    except OSError:  # not ours to read, or just gone
+    except (OSError, struct.error):  # not ours to read, or just gone
         return False
 
 

@@ -41,13 +41,16 @@ class Connection:
             peer.sendall(protocol.encode(request))
         except OSError as error:
             peer.close()
-            raise self._lost(str(error)) from error
+            raise self.lost(str(error)) from error
 
-    def receive(self, seconds: float = ANSWER_SECONDS) -> Message:
-        """The next answer; ArenaError when there is none in time, or it is the server's error."""
+    def receive(self, seconds: float | None = None) -> Message:
+        """The next answer, within ANSWER_SECONDS unless told otherwise; ArenaError when there is
+        none, or when it is the server's error.
+        """
+        seconds = ANSWER_SECONDS if seconds is None else seconds
         message = self.poll(seconds)
         if message is None:
-            raise self._lost(f"no answer within {seconds:.0f} s")
+            raise self.lost(f"no answer within {seconds:.0f} s")
         return message
 
     def poll(self, seconds: float) -> Message | None:
@@ -63,10 +66,10 @@ class Connection:
             except TimeoutError:
                 return None
             except OSError as error:
-                raise self._lost(str(error)) from error
+                raise self.lost(str(error)) from error
             self._buffer += received
             if not received or len(self._buffer) > 2 * protocol.MOST_NBYTES:
-                raise self._lost("it hung up")
+                raise self.lost("it hung up")
         line, _, self._buffer = self._buffer.partition(b"\n")
         message = protocol.decode(line)
         if "error" in message:
@@ -80,7 +83,8 @@ class Connection:
             while self._peer.recv(protocol.MOST_NBYTES):
                 pass
 
-    def _lost(self, why: str) -> ArenaError:
+    def lost(self, why: str) -> ArenaError:
+        """The error for a server that is no help any more."""
         return ArenaError(
             f"the weight server in {self._folder} does not answer: {why}",
             hint="see `shared-offload status`; it may have been killed",
@@ -202,7 +206,7 @@ def _sealed(connection: Connection, tell: Callable[[Message], None]) -> Message:
         if answer is not None:
             news, heard = answer, time.monotonic()
         elif time.monotonic() - heard > SILENCE_SECONDS:
-            connection.receive(0)
+            raise connection.lost(f"no answer within {SILENCE_SECONDS:.0f} s")
         if news["state"] == "sealed":
             return news
         tell(news)

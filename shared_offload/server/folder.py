@@ -13,6 +13,7 @@ import os
 import socket
 import stat
 import struct
+import time
 from pathlib import Path
 from types import TracebackType
 
@@ -21,7 +22,8 @@ from shared_offload.ranks.facts import runtime_folder
 
 NAME = "shared_offload"
 SOCKET = "weights.sock"
-BACKLOG = 128
+BACKLOG = 1024
+RETRY_SECONDS = 0.02
 
 
 def candidates() -> list[Path]:
@@ -105,7 +107,7 @@ class Folder:
         peer = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         peer.settimeout(seconds)
         try:
-            peer.connect(self._socket)
+            self._connect(peer, seconds)
             if peer_uid(peer) == os.geteuid():
                 return peer
             problem = f"it is answered by uid {peer_uid(peer)}"
@@ -120,6 +122,17 @@ class Folder:
             hint="the server was killed or hangs; start `shared-offload serve-weights` again",
             path=str(self.path),
         )
+
+    def _connect(self, peer: socket.socket, seconds: float) -> None:
+        """A Unix socket refuses at once while the queue of its listener is full."""
+        deadline = time.monotonic() + seconds
+        while True:
+            try:
+                return peer.connect(self._socket)
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(RETRY_SECONDS)
 
     def clear(self) -> None:
         """Take the socket away. Needs the lock."""

@@ -17,7 +17,7 @@ from shared_offload.errors import ArenaError, OffloadError
 from shared_offload.ranks.facts import member_facts
 from shared_offload.report.progress import Progress
 from shared_offload.server import protocol
-from shared_offload.server.folder import Folder, peer_uid
+from shared_offload.server.folder import BACKLOG, Folder, peer_uid
 from shared_offload.server.protocol import Message
 from shared_offload.server.recipe import Opener, Order
 from shared_offload.server.shelf import Copy, Model, Shelf
@@ -85,7 +85,10 @@ class _Server:
         for signum in EXIT_SIGNALS:
             loop.add_signal_handler(signum, self._stop.set)
         server = await asyncio.start_unix_server(
-            self._meet, sock=self._folder.listen(), limit=protocol.MOST_NBYTES
+            self._meet,
+            sock=self._folder.listen(),
+            limit=protocol.MOST_NBYTES,
+            backlog=BACKLOG,
         )
         first = asyncio.create_task(self._shelf.hold(order))
         stop = asyncio.create_task(self._stop.wait())
@@ -189,13 +192,18 @@ class _Server:
             done, total = (model.done, model.total) if model else (0, 0)
             yield {"state": "filling", "done": done, "total": total}
             await asyncio.wait({task}, timeout=NEWS_SECONDS)
-        rows = [copy.row() for copy in task.result().copies]
+        try:
+            rows = [copy.row() for copy in task.result().copies]
+        except OffloadError:
+            raise
+        except Exception as error:  # nobody foresaw it; other models are to stay
+            raise ArenaError(f"the weight server met {error!r} over this order") from error
         yield {"state": "sealed", "rows": rows, "server": self._facts}
 
     def _held(self, task: asyncio.Task[Model]) -> None:
         self._holds.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            self._progress.note(f"an order could not be met: {error}")
+            self._progress.note(f"an order could not be met: {error or repr(error)}")
 
     async def _status(self, _: Message, __: asyncio.StreamReader) -> AsyncIterator[Message]:
         yield {"server": self._facts}

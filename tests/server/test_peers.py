@@ -47,36 +47,37 @@ def error(answer: bytes) -> ArenaError:
     return from_json(message["error"])
 
 
-@pytest.mark.parametrize(
-    ("data", "word"),
-    [
-        (b"hello\n", "not JSON"),
-        (b"\xff\xfe\n", "not JSON"),
-        (b"[" * 60000 + b"\n", "not JSON"),
-        (b"9" * 60000 + b"\n", "not JSON"),
-        (b"[1]\n", "is a list"),
-        (b"{}\n", "different versions"),
-        (b'{"v": 2, "op": "ask"}\n', "different versions: 2 and 1"),
-        (b'{"v": 1}\n', "op is None"),
-        (b'{"v": 1, "op": ["ask"]}\n', "op is"),
-        (b'{"v": 1, "op": "fly"}\n', "cannot 'fly'"),
-        (b'{"v": 1, "op": "ask"}\n', "fingerprint is None"),
-        (b'{"v": 1, "op": "borrow", "fingerprint": "x", "node": "0"}\n', "node is '0'"),
-        (b'{"v": 1, "op": "borrow", "fingerprint": "x"}\n', "no longer holds"),
-        (b'{"v": 1, "op": "hold", "order": 3}\n', "order is 3"),
-        (b'{"v": 1', "not JSON"),
-    ],
+BAD_REQUESTS = (
+    (b"hello\n", "not JSON"),
+    (b"\xff\xfe\n", "not JSON"),
+    (b"[" * 60000 + b"\n", "not JSON"),
+    (b"9" * 60000 + b"\n", "not JSON"),
+    (b"[1]\n", "is a list"),
+    (b"{}\n", "different versions"),
+    (b'{"v": 2, "op": "ask"}\n', "different versions: 2 and 1"),
+    (b'{"v": 1}\n', "op is None"),
+    (b'{"v": 1, "op": ["ask"]}\n', "op is"),
+    (b'{"v": 1, "op": "fly"}\n', "cannot 'fly'"),
+    (b'{"v": 1, "op": "ask"}\n', "fingerprint is None"),
+    (b'{"v": 1, "op": "borrow", "fingerprint": "x", "node": "0"}\n', "node is '0'"),
+    (b'{"v": 1, "op": "borrow", "fingerprint": "x"}\n', "no longer holds"),
+    (b'{"v": 1, "op": "hold", "order": 3}\n', "order is 3"),
+    (b'{"v": 1', "not JSON"),
 )
-def test_a_bad_request_is_answered_with_an_error(stage, data, word) -> None:
+
+
+def test_a_bad_request_is_answered_with_an_error(stage) -> None:
     stage.serve()
-    assert word in str(error(talk(stage, data)))
-    with stage.ask(**ASK) as connection:
-        assert "does not hold y" in connection.receive()["why"]
+    for data, word in BAD_REQUESTS:
+        assert word in str(error(talk(stage, data))), data[:40]
+        with stage.ask(**ASK) as connection:
+            assert "does not hold y" in connection.receive()["why"]
 
 
 def test_an_order_that_breaks_the_opener_ends_nothing(stage) -> None:
     stage.serve()
-    talk(stage, b'{"v": 1, "op": "hold", "order": {}}\n')
+    answer = talk(stage, b'{"v": 1, "op": "hold", "order": {}}\n')
+    assert "KeyError('name')" in str(error(answer.splitlines()[-1]))
     assert list(stage.held()) == ["model"]
 
 
@@ -178,7 +179,10 @@ try:
 except PermissionError:
     print("kept out")
     raise SystemExit
-peer.sendall(b'{"v": 1, "op": "stop"}\\n')
+try:
+    peer.sendall(b'{"v": 1, "op": "stop"}\\n')
+except BrokenPipeError:
+    pass  # it was judged before it spoke
 print(json.loads(peer.recv(65536))["error"])
 """
 
@@ -190,7 +194,9 @@ def test_another_user_is_refused(stage) -> None:
 
     def stranger() -> str:
         command = [sys.executable, "-c", STRANGER, str(path)]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.stderr == ""
+        return done.stdout.strip()
 
     for parent in path.parents:  # pytest's folders are closed to others too
         if parent != stage.folder and not parent.stat().st_mode & 0o001:

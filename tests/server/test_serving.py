@@ -197,7 +197,8 @@ def test_two_servers_for_one_model(stage) -> None:
     two = [stage.serve(wait=False, pace=0.02) for _ in range(2)]
     for server in two:
         server.wait_for("told")
-    time.sleep(0.1)
+    while all(server.process.poll() is None for server in two):
+        time.sleep(0.01)
     (loser,) = [s for s in two if s.process.poll() is not None]
     (winner,) = [s for s in two if s is not loser]
     assert loser.end() == 0
