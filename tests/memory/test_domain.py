@@ -9,10 +9,12 @@ import pytest
 
 from shared_offload.memory.domain import (
     Claim,
+    Offer,
     Scope,
     claim_from_json,
     find_problems,
     form_domains,
+    lender_notes,
     separation_notes,
 )
 from shared_offload.memory.limits import HostLimits
@@ -137,3 +139,54 @@ def test_limits_count_all_arenas_that_they_hold() -> None:
 def test_claims_survive_json() -> None:
     for one in (claim(0), claim(3, "numa", node=None)):
         assert claim_from_json(json.loads(json.dumps(one.to_json()))) == one
+
+
+def lent(*nodes: int | None, required: bool = False) -> Offer:
+    return Offer(nodes=nodes, required=required)
+
+
+def test_what_is_lent_takes_no_memory_here() -> None:
+    large = [claim(rank, "numa", nbytes=12 * GIB) for rank in range(4)]  # 10 GiB a node
+    assert {e.facts["limit"] for e in find_problems(form_domains(large))} >= {"NUMA node 0"}
+    offered = [dataclasses.replace(c, offer=lent(0, 1)) for c in large]
+    assert find_problems(form_domains(offered)) == []
+    assert lender_notes(form_domains(offered)) == []
+    half = form_domains([dataclasses.replace(c, offer=lent(1)) for c in large])
+    assert [domain.lent for domain in half] == [False, True]
+    limits = {e.facts["limit"] for e in find_problems(half)}
+    assert "NUMA node 0" in limits and "NUMA node 1" not in limits
+    (note,) = lender_notes(half)
+    assert "on node 1, and they are wanted on node 0" in note
+    assert not half[1].without_offer().lent
+
+
+@pytest.mark.parametrize(("nodes", "fits"), [((None,), True), ((0, 1), False)])
+def test_an_arena_of_the_host_is_on_no_node(nodes: tuple[int | None, ...], fits: bool) -> None:
+    (domain,) = form_domains([dataclasses.replace(claim(r), offer=lent(*nodes)) for r in (0, 1)])
+    assert domain.lent is fits
+    assert bool(lender_notes([domain])) is not fits
+
+
+def test_one_node_is_the_host() -> None:
+    limits = dataclasses.replace(LIMITS, nodes={0: 10 * GIB})
+    claims = [
+        dataclasses.replace(claim(rank, "numa", node=0), limits=limits, offer=lent(None))
+        for rank in (0, 1)
+    ]
+    assert form_domains(claims)[0].lent
+
+
+def test_a_required_server_is_a_verdict_of_all() -> None:
+    refused = Offer(why_not="it holds another", required=True)
+    claims = [dataclasses.replace(claim(r), offer=refused) for r in range(4)]
+    (error,) = find_problems(form_domains(claims))
+    assert error.facts["key"] == "weight_server" and "it holds another" in error.what
+    soft = [dataclasses.replace(c, offer=Offer(why_not="it holds another")) for c in claims]
+    assert find_problems(form_domains(soft)) == []
+    assert lender_notes(form_domains(soft)) == ["weights are loaded by this run: it holds another"]
+
+
+def test_an_offer_crosses_as_json() -> None:
+    for offer in (None, lent(0, None), Offer(why_not="no", required=True)):
+        mine = dataclasses.replace(claim(1), offer=offer)
+        assert claim_from_json(json.loads(json.dumps(mine.to_json()))) == mine
