@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 LAUNCHERS = Path(__file__).parent.parent / "launchers"
-SCRIPTS = ("run_wan_block_shared_offload.sh", "run_wan_i2v.sh", "run_wan_t2v.sh")
+SCRIPTS = tuple(sorted(path.name for path in LAUNCHERS.glob("run_*.sh")))
 STUB = """#!/bin/bash
 { printf '%s\\0' "$@"; } > "$RECORD/arguments"
 echo -n "$CUDA_VISIBLE_DEVICES" > "$RECORD/devices"
