@@ -56,7 +56,7 @@ def videos(watch: Watch, job: Job) -> int:
                 video.latents,
                 video.frames,
                 counts,
-                [list(row["ranks"]) for row in arenas],
+                arenas,
             )
             ranks.barrier()
     torch.save(made, Path(job["folder"]) / f"made{watch.facts.rank}.pt")
@@ -109,6 +109,29 @@ def decodes(watch: Watch, job: Job) -> int:
         made["cpu seconds"] = time.process_time() - begun[1]
     torch.save(made, Path(job["folder"]) / f"made{watch.facts.rank}.pt")
     return 0
+
+
+def memory(watch: Watch, job: Job) -> int:
+    """A video, and what host memory each rank has gained when it is done: PSS, by kind."""
+    with start(watch, job) as ranks:
+        ranks.barrier()
+        before = pss()
+        settings = Settings.from_json_and_flags(job["settings"], {})
+        with Pipeline(settings, ranks=ranks) as pipeline:
+            pipeline.generate()
+            ranks.barrier()
+            gained = {kind: nbytes - before[kind] for kind, nbytes in pss().items()}
+            made = ranks.gather_json(gained)
+            ranks.barrier()
+    (Path(job["folder"]) / "memory.json").write_text(json.dumps(made))
+    return 0
+
+
+def pss() -> dict[str, int]:
+    """This process's share of its memory in bytes: of shared memory, and of all else."""
+    rows = Path("/proc/self/smaps_rollup").read_text().splitlines()[1:]
+    kib = {row.split(":")[0]: int(row.split()[1]) for row in rows}
+    return {"arena": 1024 * kib["Pss_Shmem"], "rest": 1024 * (kib["Pss"] - kib["Pss_Shmem"])}
 
 
 def kill() -> None:
@@ -188,7 +211,7 @@ def main(job: Job) -> int:
         if rank == job["who"]:
             misbehave(job)
         return infer.main(job["argv"])
-    kinds = {"videos": videos, "decodes": decodes}
+    kinds = {"videos": videos, "decodes": decodes, "memory": memory}
     return run_ranks(lambda watch: kinds[job["kind"]](watch, job))
 
 

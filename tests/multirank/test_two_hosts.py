@@ -52,12 +52,15 @@ class Hosts:
             sh(f"ip -n {name} link set eth0 up && ip -n {name} link set lo up")
 
     def start(self, job: dict[str, Any]) -> None:
+        names = ["127.0.0.1 localhost", "10.77.0.1 host0", "10.77.0.2 host1", ""]
+        (self.folder / "hosts").write_text("\n".join(names))
         path = self.folder / "job.json"
         path.write_text(json.dumps({**job, "folder": str(self.folder)}))
         for number, name in enumerate(self.names):
             apart = ["unshare", "--ipc", "--uts", "--pid", "--fork", "--mount-proc", "--kill-child"]
-            inside = f"hostname host{number}; exec {sys.executable} -m torch.distributed.run"
-            words = ["--nnodes=2", f"--node_rank={number}", "--nproc_per_node=2", "--rdzv_id=run"]
+            inside = f"hostname host{number} && mount --bind hosts /etc/hosts && "
+            inside += f"exec {sys.executable} -m torch.distributed.run"
+            words = ["--nnodes=2", "--nproc_per_node=2", "--rdzv_id=run"]
             words += ["--rdzv_backend=c10d", "--rdzv_endpoint=10.77.0.1:29400"]
             words += [f"--local_addr=10.77.0.{number + 1}", str(DRIVER), str(path)]
             command = ["ip", "netns", "exec", name, *apart, "sh", "-c", f'{inside} "$@"', "sh"]
