@@ -47,6 +47,8 @@ wins over the defaults. Names are LightX2V's, so its files work as they are. Key
 `_` are comments. A key that is unknown, given twice, or contradicts another is an error, and all
 errors are told together, before anything is loaded. Relative paths are taken from the working
 directory. Empty or `null` means not given, where there is nothing better to mean.
+
+What each way to hold the weights costs, and which to take: [choosing.md](choosing.md).
 """
 
 
