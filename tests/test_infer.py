@@ -24,13 +24,12 @@ from shared_offload.config import load_settings
 from shared_offload.pipeline.generate import Pipeline
 from shared_offload.report.progress import Progress
 from shared_offload.synth.folder import make_checkpoint
+from tests.reference.options import FP8, SHARED
 
 ROOT = Path(__file__).parent.parent
 DRIVER = Path(__file__).with_name("infer_driver.py")
 PICTURE = ROOT / "assets/first_frame.jpg"  # 832 x 480
 SMALL = {"infer_steps": 2, "num_frames": 5, "size": [32, 32], "device": "cpu"}
-FP8 = {"dit_quantized": True, "dit_quant_scheme": "fp8-vllm"}
-SHARED = {"cpu_offload": True, "shared_cpu_weights": True, "shared_cpu_weight_scope": "host"}
 SHARD = "diffusion_pytorch_model-0000{}-of-00002.safetensors"
 INDEX = "diffusion_pytorch_model.safetensors.index.json"
 T5 = "models_t5_umt5-xxl-enc-bf16.pth"
@@ -118,6 +117,7 @@ def mean_rgb(frame: av.VideoFrame) -> np.ndarray:
     return 255 * np.array([r, (y - 0.2126 * r - 0.0722 * b) / 0.7152, b])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("task", "size"), [("t2v", (96, 96)), ("i2v", (64, 112))])
 def test_the_demo_makes_a_video(checkpoints, tmp_path, task, size) -> None:
     target = tmp_path / "new folder/out.mp4"
@@ -363,6 +363,7 @@ def segments_of(pid: int) -> int:
     return sum(row.split()[creator] == str(pid) for row in rows[1:])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGKILL], ids=["SIGINT", "SIGKILL"])
 def test_a_signal_in_the_middle_of_denoising(checkpoints, tmp_path, signum) -> None:
     config = write_config(tmp_path, {**SMALL, **FP8, **SHARED, "infer_steps": 1000})

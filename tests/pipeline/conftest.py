@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import gc
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,12 +12,14 @@ from typing import Any
 import pytest
 import torch
 from PIL import Image
+from torch import Tensor
 from torch.nn import functional as F
 
 from shared_offload.config import Settings
 from shared_offload.pipeline.generate import Pipeline, Video
 from shared_offload.report.progress import Progress
 from shared_offload.synth.folder import make_checkpoint
+from tests.reference.options import WEIGHTS
 
 TASKS = ("t2v", "i2v")
 PICTURE_SIZE = (44, 60)  # width, height: neither the size nor the aspect of any video here
@@ -83,3 +87,14 @@ def picture(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def studio(checkpoints: dict[str, Path], picture: Path) -> Studio:
     return Studio(checkpoints, picture)
+
+
+@pytest.fixture(scope="session")
+def resident(studio) -> Callable[[str, str], Tensor]:
+    """The latents of a run with everything resident, by task and kind of weights."""
+
+    @functools.cache
+    def latents(task: str, weights: str) -> Tensor:
+        return studio.video(task, **WEIGHTS[weights]).latents
+
+    return latents
