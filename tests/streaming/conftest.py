@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from shared_offload.weights.layout import BlockLayout, Unit, build_layout
 from shared_offload.weights.views import TORCH_DTYPES, views
 from tests.reference import tiny_model
 from tests.reference.queues import LateCopies, TwoThreads
+from tests.reference.ring_of_files import Disk, open_disk, open_files, threads
 
 CODES = {dtype: code for code, dtype in TORCH_DTYPES.items()}
 
@@ -68,6 +70,22 @@ def engine() -> Iterator[Callable[..., TwoThreads]]:
     yield make
     for one in made:
         one.stop()
+
+
+@pytest.fixture
+def disk(case: Case, tmp_path: Path) -> Iterator[Callable[..., Disk]]:
+    """Makes rings over files, of `case` unless `of` another one, and ends their threads."""
+    made: list[Disk] = []
+
+    def make(*how: object, of: Case = case, **options: object) -> Disk:
+        made.append(open_disk(of, tmp_path / f"disk{len(made)}", *how, **options))  # type: ignore[arg-type]
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.reader.close()
+    assert not threads()
+    assert not open_files(tmp_path)
 
 
 def digest(state: Tensor, unit: Unit, weights: dict[str, Tensor]) -> Tensor:

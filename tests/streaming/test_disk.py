@@ -7,8 +7,7 @@ import itertools
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,128 +16,15 @@ import torch
 from shared_offload.errors import CheckpointError, ConfigError, OffloadError, RankError, StreamError
 from shared_offload.streaming.disk import DiskReader
 from shared_offload.streaming.residency import spread
-from shared_offload.streaming.ring import RING_UNITS, RingPlan, RingState, RingUnits, plan_ring
+from shared_offload.streaming.ring import RING_UNITS, RingUnits, plan_ring
 from shared_offload.streaming.streamer import StreamedSource
 from shared_offload.weights import files as files_module
 from shared_offload.weights.cast import cast_bytes
-from shared_offload.weights.files import FileStamp
-from shared_offload.weights.layout import Unit
 from shared_offload.weights.reader import Piece
+from tests.reference.ring_of_files import HEAD_NBYTES, Disk, budget, open_files, threads
 
 CPU = torch.device("cpu")
 GRANULARITIES = ("block", "phase")
-HEAD_NBYTES = 37  # before each unit in its file, so that nothing is aligned
-PARTS = 3  # that a unit is cut into
-
-
-def threads() -> set[str]:
-    return {t.name for t in threading.enumerate() if t.name.startswith("disk-")}
-
-
-def descriptors() -> int:
-    return len(list(Path("/proc/self/fd").iterdir()))
-
-
-@dataclass
-class Disk:
-    """A ring over files that hold the bytes of an arena, one file for each unit."""
-
-    units: Sequence[Unit]
-    files: list[Path]
-    plan: RingPlan
-    reader: DiskReader
-    state: RingState
-    ring: torch.Tensor
-    errors: list[BaseException]
-
-    def rank(
-        self,
-        rank: int = 0,
-        ranks: int = 1,
-        check: Callable[[], None] = lambda: None,
-        kind: type[RingUnits] = RingUnits,
-    ) -> RingUnits:
-        reader = self.reader if rank == 0 else None
-        return kind(
-            self.plan, self.ring, self.state, rank=rank, ranks=ranks, check=check, reader=reader
-        )
-
-    @property
-    def pass_nbytes(self) -> int:
-        return sum(unit.nbytes for unit in self.units)
-
-    def read(self) -> int:
-        return self.reader.totals()[0]
-
-    def settled(self) -> int:
-        """Bytes read, once nothing more is read."""
-        before = -1
-        while (now := self.read()) != before:
-            before = now
-            time.sleep(0.05)
-        return now
-
-
-def budget(units: Sequence[Unit], places: int) -> int:
-    return places * (-(-max(u.nbytes for u in units) // 4096) * 4096)
-
-
-@pytest.fixture
-def disk(case, tmp_path) -> Iterator[Callable[..., Disk]]:
-    made: list[Disk] = []
-
-    def make(
-        granularity: str = "block",
-        places: int | None = None,
-        *,
-        ranks: int = 1,
-        workers: int = 2,
-        resident: int = 0,
-        convert=cast_bytes,
-        change: tuple[str, str] | None = None,
-    ) -> Disk:
-        units = case.layout.units(granularity)
-        often = [u for u in units if u not in spread(units, resident)]
-        plan = plan_ring(units, None if places is None else budget(units, places), often)
-        folder = tmp_path / f"disk{len(made)}"
-        folder.mkdir()
-        paths, pieces = [], []
-        for unit in units:
-            path = folder / f"unit{unit.index}"
-            raw = case.arena[unit.offset : unit.offset + unit.nbytes].numpy().tobytes()
-            path.write_bytes(b"h" * HEAD_NBYTES + raw)
-            stamp = FileStamp.of(path.stat())
-            cuts = [unit.nbytes * n // PARTS // 256 * 256 for n in range(PARTS)] + [unit.nbytes]
-            pieces.append(
-                [
-                    Piece(path, HEAD_NBYTES + a, b - a, a, b - a, change, stamp)
-                    for a, b in itertools.pairwise(cuts)
-                ]
-            )
-            paths.append(path)
-        ring = torch.full((plan.nbytes,), 0xFF, dtype=torch.uint8)
-        words = memoryview(bytearray(RingState.nbytes(plan, ranks)))
-        shared, errors = RingState(plan, ranks, words), []
-        reader = DiskReader(
-            plan,
-            pieces,
-            ring.numpy().data,
-            shared,
-            threads=workers,
-            convert=convert,
-            on_error=errors.append,
-        )
-        made.append(Disk(units, paths, plan, reader, shared, ring, errors))
-        return made[-1]
-
-    before = descriptors()
-    yield make
-    for one in made:
-        one.reader.close()
-    assert not threads()
-    assert descriptors() <= before
-
-
 # -- what is read ----------------------------------------------------------------------------------
 
 
@@ -481,7 +367,8 @@ def test_a_reader_that_closes_leaves_nobody_waiting(disk) -> None:
 
 def test_a_file_that_is_missing_when_the_ring_opens(disk, case) -> None:
     found = disk()
-    before = descriptors(), threads()
+    folder = found.files[0].parent
+    before = open_files(folder), threads()
     found.files[1].unlink()
     unit = case.layout.units("block")[0]
     pieces = [[Piece(p, 0, 8, 0, 8, None)] for p in found.files]
@@ -495,7 +382,7 @@ def test_a_file_that_is_missing_when_the_ring_opens(disk, case) -> None:
             convert=cast_bytes,
             on_error=lambda _: None,
         )
-    assert (descriptors(), threads()) == before
+    assert (open_files(folder), threads()) == before
 
 
 # -- the plan --------------------------------------------------------------------------------------

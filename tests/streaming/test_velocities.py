@@ -130,6 +130,49 @@ def test_a_step_never_synchronises_and_allocates_nothing_new(
     source.close()
 
 
+@pytest.mark.parametrize("granularity", ["block", "phase"])
+def test_units_from_files_equal_resident(case, disk, engine, granularity) -> None:
+    model = Model(case, torch.bfloat16, torch.device("cpu"))
+    found = disk(granularity, 2)
+    source = StreamedSource(
+        found.units,
+        found.rank(),
+        model.device,
+        engine=engine(late=True, copy_seconds=0.002),
+    )
+    assert torch.equal(model.run(source), model.run(model.resident()))
+    source.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("granularity", ["block", "phase"])
+@pytest.mark.parametrize("places", [2, 4, 100])
+def test_units_from_files_on_the_gpu(
+    gpu_case, disk, granularity, places, host_must_not_wait
+) -> None:
+    """Equal to resident, whatever stays; and the host waits for files, but never for the GPU."""
+    case = gpu_case("i2v", True)
+    model = Model(case, torch.bfloat16, torch.device("cuda", 0))
+    expected = model.run(model.resident())
+    for resident in (0, 2, "auto"):
+        found = disk(granularity, places, of=case, pinned=True)
+        source = StreamedSource(found.units, found.rank(), model.device, resident_blocks=resident)
+        for _ in range(2):
+            assert torch.equal(model.run(source), expected), resident
+        source.begin_run(STEPS)
+        latent = model.step(model.latent, source, 0)
+        with host_must_not_wait():
+            for number in range(1, STEPS):
+                latent = model.step(latent, source, number)
+        source.end_run()
+        assert torch.equal(latent, expected)
+        if resident == 0 and places < len(found.units):
+            kept = sum(found.units[index].nbytes for index in found.plan.homes)
+            read = source.metrics.disk.read_nbytes
+            assert read == STEPS * (found.pass_nbytes - kept)  # homes were read by earlier runs
+        source.close()
+
+
 @pytest.mark.gpu
 def test_peak_memory_is_ordered(gpu_case) -> None:
     case = gpu_case("i2v", True)
