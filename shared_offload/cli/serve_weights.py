@@ -115,7 +115,7 @@ def open_recipe(order: Order, progress: Progress) -> Recipe:
     threads = settings.load_threads or READ_THREADS
     plan = plan_arena(settings, checkpoint, progress, name="served", threads=threads)
     return Recipe(
-        path=str(dit_path(settings)),
+        path=str(dit_path(settings).resolve()),
         request=plan.request,
         fill=plan.fill,
         unchanged=checkpoint.unchanged,

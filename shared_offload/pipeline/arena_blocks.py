@@ -140,7 +140,7 @@ def _lender(settings: Settings, fingerprint: str) -> ServerLender | None:
         return None
     return ServerLender(
         fingerprint,
-        str(dit_path(settings)),
+        str(dit_path(settings).resolve()),
         required=settings.weight_server == "require",
         folder=settings.weight_server_folder,
     )

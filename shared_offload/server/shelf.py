@@ -194,7 +194,7 @@ class Shelf:
         """Why `find` has nothing for a checkpoint that the peer calls `path`."""
         same = [model for model in self.models if model.recipe.path == path]
         if not same:
-            held = ", ".join(model.recipe.path for model in self.models)
+            held = ", ".join(dict.fromkeys(model.recipe.path for model in self.models))
             return f"does not hold {path}" + (f", but {held}" if held else "")
         if not any(model.recipe.unchanged() for model in same):
             return f"holds {path} as it was before it changed on disk"
