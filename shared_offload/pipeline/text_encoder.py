@@ -20,7 +20,7 @@ from transformers import AutoTokenizer, UMT5Config, UMT5EncoderModel
 
 from shared_offload.errors import CheckpointError
 from shared_offload.pipeline import module_weights
-from shared_offload.pipeline.passing import passing
+from shared_offload.pipeline.passing import Passage
 from shared_offload.weights.pth import load_pth
 
 TOKENIZER_FILES = ("tokenizer.json", "spiece.model")
@@ -96,14 +96,25 @@ class TextEncoder:
     @torch.inference_mode()
     def encode(self, prompts: Sequence[str]) -> list[Tensor]:
         """One (E, D) tensor for each prompt; E is at most `text_len`, an empty prompt has 1 row."""
-        tokens = [self._tokenize(prompt) for prompt in prompts]
-        device = self._passing_through
-        if device is None:
-            return [self._rows(input_ids=ids.to(self._model.device)) for ids in tokens]
-        stack = self._model.encoder
-        # Tokens are looked up on the host; what comes after it is small and passes too.
-        with passing([*stack.block, stack.final_layer_norm], device):
-            return [self._rows(inputs_embeds=self._model.shared(ids).to(device)) for ids in tokens]
+        tokens_1E = [self._tokenize(prompt) for prompt in prompts]
+        if self._passing_through is not None:
+            rows_1ED = self._pass_through(tokens_1E, self._passing_through)
+        else:
+            device = self._model.device
+            rows_1ED = [self._model(input_ids=t.to(device)).last_hidden_state for t in tokens_1E]
+        self._check_finite(rows_1ED)
+        return [rows[0] for rows in rows_1ED]
+
+    def _pass_through(self, tokens_1E: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+        """What the model does, but each layer for all prompts before the next one."""
+        stack, passage = self._model.encoder, Passage(device)
+        rows_1ED = [self._model.shared(tokens).to(device) for tokens in tokens_1E]
+        for layer in (*stack.block, stack.final_layer_norm):
+            with passage.lend(layer):
+                outputs = [layer(rows) for rows in rows_1ED]
+            # Some versions of the library return a tuple.
+            rows_1ED = [out if isinstance(out, Tensor) else out[0] for out in outputs]
+        return rows_1ED
 
     def move(self, device: torch.device) -> None:
         """Put the weights on a device; those that go block by block stay in host memory."""
@@ -132,16 +143,15 @@ class TextEncoder:
             )
         return torch.tensor([ids])
 
-    def _rows(self, **inputs: Tensor) -> Tensor:
-        rows_ED: Tensor = self._model(**inputs).last_hidden_state[0]
-        if not bool(torch.isfinite(rows_ED).all()):
+    def _check_finite(self, rows_1ED: Sequence[Tensor]) -> None:
+        if not all(bool(torch.isfinite(rows).all()) for rows in rows_1ED):
             raise CheckpointError(
-                f"{self._source.name} gives text features that are not finite in {rows_ED.dtype}",
+                f"{self._source.name} gives text features that are not finite "
+                f"in {rows_1ED[0].dtype}",
                 expected="finite numbers",
                 hint="UMT5 overflows in float16: use bfloat16 or float32",
                 path=str(self._source),
             )
-        return rows_ED
 
 
 def clean(prompt: str) -> str:

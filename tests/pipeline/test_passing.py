@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from shared_offload.pipeline import passing as passing_module
+from shared_offload.pipeline import passing
 from shared_offload.pipeline.text_encoder import TextEncoder
 from shared_offload.synth.models import t5_recipes
 from shared_offload.synth.recipes import values
@@ -54,8 +54,23 @@ def allocated(monkeypatch) -> list[int]:
         sizes.append(tensor.nbytes)
         return empty_like(tensor, **options)
 
-    monkeypatch.setattr(passing_module.torch, "empty_like", watched)
+    monkeypatch.setattr(passing.torch, "empty_like", watched)
     return sizes
+
+
+def test_each_layer_passes_once_for_all_prompts(folder, monkeypatch) -> None:
+    encoder = load(folder, "bf16", torch.bfloat16, block_by_block=True)
+    passed = []
+    lend = passing.Passage.lend
+
+    def watched(self, layer):
+        passed.append(layer)
+        return lend(self, layer)
+
+    monkeypatch.setattr(passing.Passage, "lend", watched)
+    encoder.encode(PROMPTS)
+    stack = encoder._model.encoder
+    assert passed == [*stack.block, stack.final_layer_norm]
 
 
 @pytest.mark.parametrize("inference", [False, True])
