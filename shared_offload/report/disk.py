@@ -27,7 +27,9 @@ class DiskMetrics:
     read_nbytes: int = 0
     read_seconds: float = 0.0
     waits: list[float] = field(default_factory=list)
-    """Seconds that the host waited for units, by step; shorter where later steps did not wait."""
+    """Seconds by step in which a unit was awaited while no copy was left to make, so that files (or
+    a slower rank) were the reason; shorter where later steps did not wait.
+    """
 
     @property
     def gb_per_second(self) -> float:

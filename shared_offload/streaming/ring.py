@@ -264,22 +264,25 @@ class RingUnits:
 
     def _await(self, use: int, index: int) -> int:
         """Poll for the use's place, and let go of what has been copied meanwhile."""
-        begun = time.perf_counter()
-        look, pause = begun + _LOOK_SECONDS, _LONGEST_POLL / 16
+        now = time.perf_counter()
+        look, pause, waited = now + _LOOK_SECONDS, _LONGEST_POLL / 16, 0.0
         try:
             while (place := self._find(use, index)) is None:
                 self._raise_failure(index)
-                if time.perf_counter() > look:
+                if now > look:
                     self._check()
-                    look = time.perf_counter() + _LOOK_SECONDS
+                    look = now + _LOOK_SECONDS
                 time.sleep(pause)
                 pause = min(2 * pause, _LONGEST_POLL)
                 self._advance()
+                before, now = now, time.perf_counter()
+                # Else the device is behind, and the ring is full of what it has yet to copy.
+                waited += 0.0 if self._pending else now - before
         except Exception:
             self._failed = True
             raise
         finally:
-            self._waited(use // len(self._plan.units), time.perf_counter() - begun)
+            self._waited(use // len(self._plan.units), waited)
         return place
 
     def _raise_failure(self, index: int) -> None:

@@ -246,6 +246,24 @@ def test_the_host_waits_for_files_and_says_how_long(disk, monkeypatch) -> None:
     source.close()
 
 
+def test_a_slow_device_is_no_wait_for_files(disk, engine) -> None:
+    """The host cannot run further ahead than the ring is long, but that is not the disk's doing."""
+    found = disk("block", 2)
+    queues = engine(copy_seconds=0.02, jitter=0.0)
+    source = StreamedSource(found.units, found.rank(), CPU, engine=queues)
+    source.begin_run(3)
+    begun = time.perf_counter()
+    for _ in range(3):
+        for unit in found.units:
+            with source.borrow(unit):
+                pass
+    seconds = time.perf_counter() - begun
+    source.end_run()
+    assert seconds > 0.3
+    assert sum(source.metrics.disk.waits) < 0.25 * seconds
+    source.close()
+
+
 def slow(monkeypatch, seconds: float) -> None:
     plain = os.preadv
 
