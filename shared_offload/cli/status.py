@@ -76,7 +76,7 @@ def merge(servers: list[dict[str, Any]]) -> list[dict[str, Any]]:
         if arena["segment_id"] is not None
     }
     rows = []
-    for seen in arenas():
+    for seen in arenas(told):
         plain = dict.fromkeys(("path", "scope", "node", "server", "done"))
         rows.append(
             {

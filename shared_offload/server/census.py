@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import mmap
 import struct
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -48,8 +48,8 @@ class Seen:
     """By the kernel's count: there may be more than `holders` shows."""
 
 
-def arenas() -> list[Seen]:
-    """All that can be recognised."""
+def arenas(known: Container[int] = ()) -> list[Seen]:
+    """All that can be recognised, and the segments of which a server says that they are its."""
     holders = _holders()
     found = []
     for row in all_segments():
@@ -57,7 +57,8 @@ def arenas() -> list[Seen]:
             continue
         mine = tuple(holders.get(row["shmid"], ()))
         sealed = any(_stamped(holder) for holder in mine)
-        if sealed or any(name in h.command for h in mine for name in OUR_COMMANDS):
+        ours = row["shmid"] in known or sealed
+        if ours or any(name in h.command for h in mine for name in OUR_COMMANDS):
             found.append(
                 Seen(
                     segment_id=row["shmid"],

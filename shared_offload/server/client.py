@@ -39,9 +39,11 @@ class Connection:
         try:
             peer.settimeout(ANSWER_SECONDS)
             peer.sendall(protocol.encode(request))
-        except OSError as error:
+        except BaseException as error:
             peer.close()
-            raise self.lost(str(error)) from error
+            if isinstance(error, OSError):
+                raise self.lost(str(error)) from error
+            raise
 
     def receive(self, seconds: float | None = None) -> Message:
         """The next answer, within ANSWER_SECONDS unless told otherwise; ArenaError when there is

@@ -226,21 +226,23 @@ class Shelf:
             raise ArenaError("the weight server is stopping")
         for model in [m for m in self.models if not m.in_use and not m.recipe.unchanged()]:
             self._drop(model, "its files changed on disk")
-        budget = self._budget
-        if budget is None:
+        if self._budget is None:
             return
-        while (held := sum(model.nbytes for model in self.models)) + new.nbytes > budget:
-            idle = [model for model in self.models if not model.in_use]
-            if not idle or new.nbytes > budget:
-                raise ArenaError(
-                    f"{new.recipe.path} needs {gib(new.nbytes)}; of the budget of {gib(budget)} "
-                    f"{gib(held)} are held by models that runs use",
-                    hint="raise --budget, or wait until runs end",
-                    needed=new.nbytes,
-                    held=held,
-                    budget=budget,
-                )
-            self._drop(min(idle, key=lambda m: m.used), "room was needed for another model")
+        left = self._budget - sum(model.nbytes for model in self.models)
+        idle = sorted((m for m in self.models if not m.in_use), key=lambda m: m.used)
+        if new.nbytes > left + sum(model.nbytes for model in idle):
+            raise ArenaError(
+                f"{new.recipe.path} needs {gib(new.nbytes)}; the budget is {gib(self._budget)}, of "
+                f"which runs use {gib(self._budget - left - sum(m.nbytes for m in idle))}",
+                hint="raise --budget, or wait until runs end",
+                needed=new.nbytes,
+                budget=self._budget,
+            )
+        for model in idle:
+            if new.nbytes <= left:
+                return
+            left += model.nbytes
+            self._drop(model, "room was needed for another model")
 
     def _drop(self, model: Model, reason: str) -> None:
         self.models.remove(model)

@@ -48,6 +48,14 @@ def test_who_holds_what(stage, status) -> None:
     assert abs(time.time() - private["begun"]) < 60
 
 
+def test_what_is_being_filled(stage, status) -> None:
+    stage.serve(wait=False, pace=0.5)
+    stage.until_filling()
+    (row,) = status()["arenas"]
+    assert (row["path"], row["state"]) == ("model", "created") or row["state"] == "filling"
+    assert row["attached"] == 1
+
+
 def test_as_a_table(stage, capsys) -> None:
     server = stage.serve()
     assert cli.main(["status", "--socket_folder", str(stage.folder)]) == 0
