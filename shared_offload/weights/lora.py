@@ -21,7 +21,6 @@ from torch import Tensor
 from shared_offload.errors import CheckpointError, raise_all
 from shared_offload.weights.checkpoint import Checkpoint, TensorEntry
 from shared_offload.weights.files import FileStamp, OpenFiles, bounded_names
-from shared_offload.weights.layout import DTYPE_BYTES
 from shared_offload.weights.lora_keys import (
     ADAPTER_FILES,
     AdapterConfig,
@@ -33,6 +32,13 @@ from shared_offload.weights.safetensors_header import Header, read_header
 from shared_offload.weights.views import TORCH_DTYPES
 
 _FLOATS = ("F32", "BF16", "F16")
+# Trainers write alpha as whatever number they were given.
+_NUMBERS = {
+    **{code: TORCH_DTYPES[code] for code in _FLOATS},
+    "F64": torch.float64,
+    "I64": torch.int64,
+    "I32": torch.int32,
+}
 _ALPHA_NBYTES = 8  # more cannot be one number
 
 
@@ -106,12 +112,13 @@ class Source:
 
     def read(self, entry: TensorEntry, first: int = 0, end: int | None = None) -> Tensor:
         """Elements of a tensor, flat and in fp32. CheckpointError where the file has changed."""
-        size = DTYPE_BYTES[entry.dtype]
+        dtype = _NUMBERS[entry.dtype]
+        size = dtype.itemsize
         end = entry.nbytes // size if end is None else end
         raw = torch.empty((end - first) * size, dtype=torch.uint8)
         with OpenFiles({self.path: self.stamp}) as files:
             files.read_into(self.path, entry.offset + first * size, raw.numpy().data)
-        return raw.view(TORCH_DTYPES[entry.dtype]).float()
+        return raw.view(dtype).float()
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,6 +197,7 @@ class _Reading:
     ) -> str:
         """Add this file's terms; returns a line about it."""
         layers, left = self._sort(table)
+        raise_all(self.problems)  # what has such problems cannot be looked into
         if not layers:
             self._tell(
                 f"none of its {len(left)} keys belongs to this model",
@@ -225,8 +233,9 @@ class _Reading:
             roles = layers.setdefault(key.target, _Layer(key.target, key.module, {})).roles
             if key.role in roles:
                 self._tell("two keys mean the same", [roles[key.role].name, name])
-            if entry.dtype not in _FLOATS:
-                self._tell(f"dtype {entry.dtype}", [name], expected=" or ".join(_FLOATS))
+            known = tuple(_NUMBERS) if key.role == "alpha" else _FLOATS
+            if entry.dtype not in known:
+                self._tell(f"dtype {entry.dtype}", [name], expected=" or ".join(known))
             roles[key.role] = entry
         return list(layers.values()), left
 

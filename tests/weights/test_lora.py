@@ -174,6 +174,20 @@ def test_several_loras_add_up_in_one_rounding(model, tmp_path) -> None:
     assert_rounded_once(got, base + sum(deltas), base.abs() + sum(d.abs() + 1 for d in deltas))
 
 
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(), (1,)])
+def test_alpha_is_a_number_of_any_kind(model, tmp_path, dtype, shape) -> None:
+    wan = model()
+    module = "blocks.0.ffn.0"
+    lora = pairs(wan, [module])
+    want = product(lora, module) * 3 / RANK + wan.tensors[f"{module}.weight"].double()
+    lora[f"diffusion_model.{module}.alpha"] = torch.full(shape, 3, dtype=dtype)
+    path = save(tmp_path / "x.safetensors", lora)
+    merged = with_loras(wan.checkpoint, [LoraFile(path)]).checkpoint
+    got = read_tensors(merged, [f"{module}.weight"])[f"{module}.weight"]
+    assert torch.allclose(got.double(), want, rtol=1e-5, atol=1e-5)
+
+
 def test_the_number_of_threads_does_not_matter(model, tmp_path) -> None:
     wan = model()
     path = save(tmp_path / "x.safetensors", pairs(wan, wan.matrices()))
@@ -386,6 +400,10 @@ DAMAGE: dict[str, tuple[Callable[[Tensors, str], object], str]] = {
     "two alphas": (lambda t, m: t.update({f"{m}.alpha": torch.ones(2)}), "one number"),
     "diff_b too long": (lambda t, m: t.update({f"{m}.diff_b": torch.ones(97)}), "[96]"),
     "integers": (lambda t, m: t.update({f"{m}.diff_b": torch.ones(96).int()}), "F32 or BF16"),
+    "alpha in fp8": (
+        lambda t, m: t.update({f"{m}.alpha": torch.tensor(1.0).to(torch.float8_e4m3fn)}),
+        "I64",
+    ),
     "fp8": (lambda t, m: t.update({f"{m}.diff_b": torch.ones(96).to(torch.float8_e4m3fn)}), "F32"),
     "twice": (lambda t, m: t.update({f"model.{m}.lora_down.weight": torch.ones(4, 64)}), ""),
 }
