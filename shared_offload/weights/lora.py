@@ -18,7 +18,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from shared_offload.errors import CheckpointError, raise_all
+from shared_offload.errors import CheckpointError, OffloadError, Problems, raise_all
 from shared_offload.weights.checkpoint import Checkpoint, TensorEntry
 from shared_offload.weights.files import FileStamp, OpenFiles, bounded_names
 from shared_offload.weights.lora_keys import (
@@ -66,7 +66,7 @@ def with_loras(
     """
     table = KeyTable(checkpoint.entries)
     terms: defaultdict[str, list[Term]] = defaultdict(list)
-    problems: list[CheckpointError] = []
+    problems: list[OffloadError] = []
     notes = []
     for lora in loras:
         try:
@@ -76,6 +76,8 @@ def with_loras(
                 config = read_adapter_config(header.path, header.notes)
                 reading = _Reading(header, config, lora.strength, checkpoint)
                 notes.append(reading.into(terms, table, allow_unmatched=allow_unmatched))
+        except Problems as several:
+            problems += several.errors
         except CheckpointError as error:
             problems.append(error)
     raise_all(problems)

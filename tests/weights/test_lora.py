@@ -442,6 +442,19 @@ def test_files_that_are_broken_are_told_together(model, tmp_path) -> None:
     assert told == [str(path) for path in (cut, page, absent, empty)]
 
 
+def test_all_that_is_wrong_in_all_files_is_told(model, tmp_path) -> None:
+    wan = model()
+    lora = pairs(wan, ["blocks.0.ffn.0"])
+    lora["diffusion_model.blocks.0.ffn.0.diff_b"] = torch.ones(1)
+    lora["diffusion_model.blocks.1.ffn.0.lora_up.weight"] = torch.ones(96, 4)
+    lora["elsewhere.lora_up.weight"] = torch.ones(2, 2)
+    paths = [save(tmp_path / f"{n}.safetensors", lora) for n in range(2)]
+    with pytest.raises(Problems) as caught:
+        with_loras(wan.checkpoint, [LoraFile(path) for path in paths])
+    told = [(e.facts["path"], e.facts["name"].split(".")[-1]) for e in caught.value.errors]
+    assert told == [(str(p), name) for p in paths for name in ("weight", "diff_b", "weight")]
+
+
 def test_a_broken_description(model, tmp_path) -> None:
     wan = model()
     folder = tmp_path / "adapter"
