@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
+from shared_offload.report.progress import amount
+
 _GB = 1e9
 
 
@@ -55,12 +57,14 @@ class DiskMetrics:
     def rows(self, summary: Mapping[str, float | int]) -> Sequence[tuple[str, str]]:
         """The summary in words and units."""
         kept = f", {self.cached_units} of them kept" if self.cached_units else ""
-        ring = f"{self.places} of {self.units} units{kept}, {self.ring_nbytes / 2**30:.2f} GiB"
+        size = amount(self.ring_nbytes, "B")
+        ring = f"{self.places} of {self.units} units{kept}, {size}"
         rows = [("ring in host memory", ring)]
         if self.reads:
-            per_step = summary["disk_read_bytes_per_step"] / _GB
+            per_step = amount(summary["disk_read_bytes_per_step"], "B")
+            sharers = f", for {self.ranks} ranks" if self.ranks > 1 else ""
             rows += [
-                ("read from files per step", f"{per_step:.2f} GB, for {self.ranks} rank(s)"),
+                ("read from files per step", f"{per_step}{sharers}"),
                 ("speed while reading", f"{self.gb_per_second:.2f} GB/s"),
             ]
         waited = summary["disk_wait_seconds_per_step"]

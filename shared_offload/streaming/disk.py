@@ -82,6 +82,7 @@ class DiskReader:
         self._last_run = 0
         self._uses: int | None = 0  # of this run; None: nobody knows
         self._next = 0
+        self._skipped = 0  # uses in a row that nobody wanted
         self._busy: set[int] = set()  # places that are being written
         self._stopped = False
         self._nbytes = 0
@@ -107,7 +108,7 @@ class DiskReader:
     def begin_run(self, run: int, passes: int | None) -> None:
         """Read for this run from its first use on, and for no other one."""
         with self._lock:
-            self._run, self._next = run, 0
+            self._run, self._next, self._skipped = run, 0, 0
             self._uses = None if passes is None else passes * len(self._plan.units)
             self._lock.notify_all()
 
@@ -169,9 +170,7 @@ class DiskReader:
     def _next_job(self) -> _Job | None:
         """The next use that somebody wants and that does not lie there, if there is room for it."""
         count = len(self._plan.units)
-        for _ in range(count):
-            if not self._more() or self._stopped:
-                return None
+        while self._more() and not self._stopped and self._decided():
             index, run, use = self._next % count, self._run, self._next
             home = self._plan.homes.get(index)
             if self._needed(index, home):
@@ -179,11 +178,19 @@ class DiskReader:
                 if place is None:
                     return None
                 self._next += 1
+                self._skipped = 0
                 tag = number_use(run, use) if home is None else _AT_HOME
                 return self._begin(_Job(run, tag, index, place, len(self._requests[index])))
             self._next += 1
-        self._uses = self._next  # what nobody wants in a whole pass, nobody will want in this run
+            self._skipped += 1
+            if self._skipped == count:  # what nobody wants in a whole pass, nobody will in this run
+                self._uses = self._next
         return None
+
+    def _decided(self) -> bool:
+        """Every rank has used the unit in the pass before, and so said whether it stays there."""
+        before = self._next - len(self._plan.units)
+        return before < 0 or number_use(self._run, before) < self._ring.released()
 
     def _needed(self, index: int, home: int | None) -> bool:
         there = home is not None and (bool(self._ring.tags[home]) or home in self._busy)

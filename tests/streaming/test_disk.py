@@ -202,6 +202,20 @@ def test_ranks_of_unequal_speed_get_every_unit(disk, case) -> None:
     )
 
 
+def test_no_unit_is_read_before_it_is_known_whether_it_stays(disk) -> None:
+    """The reader would be far ahead, over units that stay, at one that the rank has yet to use."""
+    found = disk("block", 4)
+    rank = found.rank()
+    rank.begin_run(4)
+    for use in range(5):
+        assert found.settled() == min(5, use + 4) * found.units[0].nbytes
+        rank.take(use, wait=True, last=True)
+        rank.taken(use, lambda: True)
+    for use in range(5, 20):
+        rank.pass_over(use, last=True)
+    assert found.settled() == found.pass_nbytes
+
+
 def test_what_no_rank_needs_is_not_read(disk) -> None:
     found = disk("block", 2, ranks=2)
     ranks = [found.rank(n, 2) for n in range(2)]
@@ -376,9 +390,11 @@ def test_a_reader_that_closes_leaves_nobody_waiting(disk) -> None:
     found = disk("block", 2, ranks=2)
     follower, leader = found.rank(1, 2), found.rank(0, 2)
     follower.begin_run(1)
-    threading.Timer(0.2, leader.close).start()
+    closing = threading.Timer(0.2, leader.close)
+    closing.start()
     with pytest.raises(StreamError, match="closed while unit 0"):
         follower.take(0, wait=True, last=False)
+    closing.join()
     with pytest.raises(StreamError, match="after it was closed"):
         leader.take(0, wait=False, last=False)
 
