@@ -6,13 +6,14 @@ import sys
 from collections.abc import Sequence
 
 from shared_offload.config import Settings, load_settings
-from shared_offload.errors import raise_all
+from shared_offload.errors import OffloadError
 from shared_offload.pipeline.generate import Pipeline, Video
 from shared_offload.pipeline.inventory import Inventory, gpu_needs, survey_files
 from shared_offload.pipeline.video import metadata_path
-from shared_offload.preflight import Preflight
+from shared_offload.preflight import Preflight, agree
 from shared_offload.ranks.devices import choose_device
 from shared_offload.ranks.facts import RankFacts, read_facts
+from shared_offload.ranks.failure import Agreed
 from shared_offload.ranks.group import Ranks
 from shared_offload.ranks.run import run_ranks
 from shared_offload.ranks.watch import Watch
@@ -25,11 +26,25 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def program(watch: Watch) -> int:
         with watch.stage("read settings"):
-            settings = load_settings(arguments)
+            settings = _settings(arguments, watch)
         _run(settings, read_facts(), watch)
         return 0
 
     return run_ranks(program)
+
+
+def _settings(arguments: Sequence[str], watch: Watch) -> Settings:
+    """Collective. What was asked for, if that is in order on every rank."""
+    settings: Settings | None = None
+    found: list[OffloadError] = []
+    try:
+        settings = load_settings(arguments)
+    except OffloadError as error:
+        found = [error]
+    if errors := agree(watch.board, found):
+        raise Agreed(errors)
+    assert settings is not None  # else there was an error
+    return settings
 
 
 def _run(settings: Settings, facts: RankFacts, watch: Watch) -> None:
@@ -75,7 +90,8 @@ def _check(settings: Settings, facts: RankFacts, watch: Watch, progress: Progres
     errors = preflight.run()
     for warning in preflight.warnings:
         progress.warn(warning)
-    raise_all(errors)
+    if errors:
+        raise Agreed(errors)
     assert files is not None  # a lack of it was among the errors
     return files
 

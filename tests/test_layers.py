@@ -37,7 +37,6 @@ FENCED: dict[str, tuple[str, ...]] = {
         "ranks/",
         "model/ulysses.py",
         "memory/lifecycle.py",
-        "pipeline/vae.py",
     ),
     "transformers": ("pipeline/",),
     "diffusers": ("pipeline/",),

@@ -173,11 +173,8 @@ def test_ranks_with_other_settings_are_named():
 
 def test_an_error_of_all_ranks_is_told_once_and_of_some_with_their_numbers():
     common, single = CheckpointError("gone", path="/x"), CheckpointError("short", path="/y")
-    reports = [
-        report(0, errors=(common.to_json(),)),
-        report(1, errors=(common.to_json(), single.to_json())),
-    ]
-    first, second = preflight.merge_errors(reports)
+    found = [[common.to_json()], [common.to_json(), single.to_json()]]
+    first, second = preflight.merge_errors(found)
     assert (str(first), first.facts) == (str(common), {"path": "/x"})
     assert str(second) == "CheckpointError: short (on rank 1 only)"
 
@@ -217,6 +214,16 @@ def test_every_rank_gets_the_same_list(tmp_path: Path):
     assert "is 6, and 3 ranks were started" in lists[0][0]
     assert "must divide the model's heads (40)" in lists[0][1]
     assert lists[0][3] == "CheckpointError: b (on rank 1 only)"
+
+
+def test_settings_that_only_some_ranks_refuse(tmp_path: Path):
+    store = HashStore()
+    mine = [[], [Problems([ConfigError("a", key="x"), ConfigError("b", key="y")])]]
+    with ThreadPoolExecutor(2) as pool:
+        boards = [Board(store, rank, 2, 10) for rank in range(2)]
+        lists = list(pool.map(preflight.agree, boards, mine))
+    for errors in lists:
+        assert [error.what for error in errors] == ["a (on rank 1 only)", "b (on rank 1 only)"]
 
 
 def test_reports_survive_json():

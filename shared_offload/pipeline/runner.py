@@ -230,10 +230,12 @@ class Runner:
             )
 
         unload = settings.unload_modules
+        # Other ranks only decode: rather than a host copy each, they read it again from the file.
+        forget = unload or (settings.vae_cpu_offload and not self.is_first)
         return (
             OnDemand(text, self.device, offload=settings.t5_cpu_offload, unload=unload),
             OnDemand(image, self.device, offload=settings.clip_cpu_offload, unload=unload),
-            OnDemand(vae, self.device, offload=settings.vae_cpu_offload, unload=unload),
+            OnDemand(vae, self.device, offload=settings.vae_cpu_offload, unload=forget),
         )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shared_offload.preflight.checks import Preflight
+from shared_offload.preflight.checks import Preflight, agree
 from shared_offload.preflight.plan import gpu_plan
 
-__all__ = ["Preflight", "gpu_plan"]
+__all__ = ["Preflight", "agree", "gpu_plan"]

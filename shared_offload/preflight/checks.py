@@ -97,7 +97,7 @@ class Preflight:
         errors = check_world(self.facts.world_size, self.seq_p_size, self.cfg_p_size)
         if self.heads is not None:
             errors += check_heads(self.heads, self.seq_p_size, visible)
-        errors += merge_errors(reports)
+        errors += merge_errors([report.errors for report in reports])
         errors += check_settings(reports)
         errors += check_files(reports)
         if self.device == "cuda" or any(report.visible for report in reports):
@@ -110,7 +110,7 @@ class Preflight:
 
     def _report(self) -> RankReport:
         member = member_facts(self.facts.rank)
-        found = [error for one in self.found for error in _parts(one)]
+        found = _flat(self.found)
         visible = visible_gpu_count() if self.device != "cpu" else 0
         if self.device != "cpu":
             gpus = host_gpus()
@@ -130,8 +130,8 @@ class Preflight:
         )
 
 
-def _parts(error: OffloadError) -> Sequence[OffloadError]:
-    return error.errors if isinstance(error, Problems) else [error]
+def _flat(found: Sequence[OffloadError]) -> list[OffloadError]:
+    return [e for one in found for e in (one.errors if isinstance(one, Problems) else [one])]
 
 
 def gpu_report(index: int) -> GpuReport:
@@ -322,18 +322,23 @@ def check_files(reports: Sequence[RankReport]) -> list[OffloadError]:
     return errors
 
 
-def merge_errors(reports: Sequence[RankReport]) -> list[OffloadError]:
-    """What ranks found by themselves, each error once; one that not all have names its ranks."""
+def agree(board: Board, found: Sequence[OffloadError]) -> list[OffloadError]:
+    """Collective. What any rank has found by itself, on every rank."""
+    return merge_errors(board.gather([error.to_json() for error in _flat(found)]))
+
+
+def merge_errors(found: Sequence[Sequence[str]]) -> list[OffloadError]:
+    """What each rank found by itself, each error once; one that not all have names its ranks."""
     finders: dict[str, list[int]] = {}
-    for report in reports:
-        for found in report.errors:
-            finders.setdefault(found, []).append(report.rank)
+    for rank, texts in enumerate(found):
+        for text in dict.fromkeys(texts):
+            finders.setdefault(text, []).append(rank)
     errors: list[OffloadError] = []
     for text, ranks in finders.items():
         error = from_json(text)
-        if len(set(ranks)) < len(reports):
-            error.what += f" (on rank {_list(sorted(set(ranks)))} only)"
-            error.facts["ranks"] = sorted(set(ranks))
+        if len(ranks) < len(found):
+            error.what += f" (on rank {_list(ranks)} only)"
+            error.facts["ranks"] = ranks
         errors.append(error)
     return errors
 

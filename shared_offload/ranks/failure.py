@@ -9,8 +9,12 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-from shared_offload.errors import OffloadError, RankError, from_json
+from shared_offload.errors import OffloadError, Problems, RankError, from_json
 from shared_offload.ranks.facts import Member
+
+
+class Agreed(Problems):
+    """Errors that all ranks have told each other and raise alike: they are not one rank's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +29,8 @@ class Failure:
     """A traceback, where the error is one nobody foresaw."""
     lost: bool = False
     """The rank ended without a word, so it cannot print its own error."""
+    agreed: bool = False
+    """Every rank has found the same."""
 
     def to_json(self) -> str:
         """The record as JSON; the inverse of `failure_from_json`."""
@@ -35,7 +41,7 @@ class Failure:
         body = str(from_json(self.error))
         if self.details:
             body = f"{self.details.rstrip()}\n{body}"
-        if world_size == 1 or self.lost:
+        if world_size == 1 or self.lost or self.agreed:
             return body
         stage = f", stage {self.stage}" if self.stage else ""
         return f"{body}\nin rank {self.rank} of {world_size}{stage}"
@@ -75,6 +81,7 @@ def of_exception(error: BaseException, rank: int, stage: str) -> Failure:
         error=known.to_json(),
         exit_code=known.exit_code,
         details=details,
+        agreed=isinstance(error, Agreed),
     )
 
 

@@ -23,6 +23,7 @@ from shared_offload.pipeline import arena_blocks, decoding, generate, runner
 from shared_offload.pipeline.generate import Pipeline
 from shared_offload.pipeline.on_demand import OnDemand
 from shared_offload.pipeline.vae import Vae
+from shared_offload.ranks.devices import choose_device
 from shared_offload.ranks.facts import read_facts
 from shared_offload.ranks.group import Ranks
 from shared_offload.ranks.run import run_ranks
@@ -31,14 +32,15 @@ from shared_offload.report.progress import Progress
 from tests.reference.processes import become
 
 torch.set_num_threads(1)
-CPU = torch.device("cpu")
 Job = dict[str, Any]
 
 
 def start(watch: Watch, job: Job) -> Ranks:
     cfg = job.get("cfg", 1)
     seq = watch.facts.world_size // cfg
-    return Ranks.start(watch.facts, CPU, seq_p_size=seq, cfg_p_size=cfg, timeout=120, watch=watch)
+    device = choose_device(watch.facts, job.get("device", "cpu"), allow_shared_gpu=True)
+    mesh = {"seq_p_size": seq, "cfg_p_size": cfg}
+    return Ranks.start(watch.facts, device, **mesh, timeout=120, watch=watch)
 
 
 def videos(watch: Watch, job: Job) -> int:
@@ -53,7 +55,7 @@ def videos(watch: Watch, job: Job) -> int:
                 video = pipeline.generate()
                 arenas = pipeline.runner.describe().get("arenas", [])
             made[name] = (
-                video.latents,
+                video.latents.cpu(),
                 video.frames,
                 counts,
                 arenas,
@@ -99,9 +101,10 @@ def decodes(watch: Watch, job: Job) -> int:
             def load(device: torch.device, tiling: bool = tiling) -> Vae:
                 return Vae.load(Path(job["vae"]), device=device, dtype=torch.float32, tiling=tiling)
 
-            vaes = OnDemand(load, CPU)
+            vaes = OnDemand(load, ranks.device)
             for size in sizes:
-                latents = torch.randn(16, 2, *size, generator=torch.Generator().manual_seed(3))
+                noise = torch.randn(16, 2, *size, generator=torch.Generator().manual_seed(3))
+                latents = noise.to(ranks.device)
                 silent = Progress(enabled=False)
                 frames = decoding.decode(vaes, latents, ranks, silent, together=job["together"])
                 made[name, *size] = frames

@@ -27,6 +27,7 @@ def refused(settings, ranks, tmp_path):
         assert codes == [code] * world, done.stderr()
         assert not target.parent.exists(), "nothing was made"
         assert "Traceback" not in done.stderr()
+        assert " of 2" not in done.stderr(), "it is no one rank's error"
         printing = [r for r in range(world) if (done.folder / f"stderr-{r}").read_text()]
         assert len(printing) == 1, f"one rank prints, not {printing}: {done.stderr()}"
         return done.stderr()
@@ -60,6 +61,11 @@ def test_everything_wrong_is_told_together(refused, checkpoint, tmp_path) -> Non
         assert f"for {key}; tried {bare}" in text
     assert "CUDA_VISIBLE_DEVICES is '0,0': 0 is repeated" in texts[7]
     assert "CUDA shows no GPU" in texts[8]
+
+
+def test_settings_are_refused_once(refused) -> None:
+    said = refused(2, infer_step=3, parallel={"seq_p_size": 2, "cfg_p_size": 3}, num_frames=6)
+    assert said.startswith("3 problems:\n1. ConfigError: "), said
 
 
 def test_a_number_of_ranks_that_is_not_the_product(refused) -> None:

@@ -78,3 +78,15 @@ def test_latents_and_frames_are_those_of_one_rank(settings, ranks, alone, seq, c
         assert sharers == ([everyone] if shared else [[r] for r in everyone] if private else [])
     for name in ("fp8 private", "fp8 shared", "fp8 phases"):
         assert torch.equal(made[0][name][0], made[0]["fp8 resident"][0]), name
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("seq", "cfg"), [(2, 1), (1, 2)])
+def test_on_gpus(settings, ranks, alone, seq, cfg) -> None:
+    """Through NCCL with two GPUs, else gloo: one shared arena, two ranks, and one rank."""
+    options = settings(**SHARED, size=[48, 80], device="cuda")
+    run = ranks(2, kind="videos", cfg=cfg, device="cuda", settings={"v": options})
+    assert run.end(START) == [0, 0], run.stderr()
+    latents = torch.load(run.folder / "made0.pt")["v"][0]
+    one = alone(options).latents.cpu()
+    assert (latents - one).abs().max() < 0.02 * one.abs().max()
