@@ -111,18 +111,24 @@ def places(folder: Path | None) -> list[Path]:
 
 
 def send(folder: Path | None, request: Message) -> Connection | None:
-    """Hand a request to the first server that is found; None when there is no socket.
+    """Hand a request to the first server that answers; None when there is no socket.
 
-    Raises ArenaError when there is one, and nobody behind it.
+    Raises ArenaError when there is one, and nobody behind any.
     """
+    dead: ArenaError | None = None
     for place in places(folder):
-        opened = Folder.find(place)
-        if opened is None:
-            continue
-        with opened:
-            peer = opened.connect(ANSWER_SECONDS)
-        if peer is not None:
-            return Connection(peer, place, request)
+        try:
+            opened = Folder.find(place)
+            if opened is None:
+                continue
+            with opened:
+                peer = opened.connect(ANSWER_SECONDS)
+            if peer is not None:
+                return Connection(peer, place, request)
+        except ArenaError as error:
+            dead = dead or error
+    if dead is not None:
+        raise dead
     return None
 
 

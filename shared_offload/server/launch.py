@@ -51,8 +51,8 @@ def serve_or_join(
             if answer is not None:
                 tell(answer["rows"])
                 progress.note(
-                    f"the weight server with pid {answer['server']['pid']} holds it; this command "
-                    "has nothing left to do"
+                    f"the weight server with pid {answer['server']['pid']} holds it, within its "
+                    "own budget and nodes; this command has nothing left to do"
                 )
                 return
             if time.monotonic() > deadline:

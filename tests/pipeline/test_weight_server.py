@@ -18,9 +18,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from shared_offload import cli
 from shared_offload.cli.serve_weights import make_order
 from shared_offload.config import Settings
-from shared_offload.errors import ArenaError, CheckpointError
+from shared_offload.errors import ArenaError, CheckpointError, ConfigError
 from shared_offload.pipeline.arena_blocks import open_blocks
 from shared_offload.pipeline.generate import Pipeline, Video
 from shared_offload.pipeline.inventory import index_dit
@@ -130,6 +131,39 @@ def test_latents_are_the_same(studio, server, make) -> None:
     assert len(said) == 1 and "with another dtype, layout or LoRA set" in said[0]
     with pytest.raises(ArenaError) as caught:
         make(dtype="FP16", weight_server="require")
+    assert caught.value.facts["key"] == "weight_server"
+
+
+def test_a_lora_is_part_of_what_is_held(studio, server, make, tmp_path) -> None:
+    model, file = studio.checkpoints["t2v"], tmp_path / "lora.safetensors"
+    name = "diffusion_model.blocks.0.self_attn.q"
+    pair = {"lora_A": torch.randn(4, 128), "lora_B": torch.randn(128, 4)}
+    save_file({f"{name}.{part}.weight": tensor for part, tensor in pair.items()}, file)
+    server.start(model, lora_configs=[{"path": str(file), "strength": 0.5}])
+    latents = []
+    for strength in (0.5, 0.6):
+        options = {"lora_configs": [{"path": str(file), "strength": strength}]}
+        alone, _ = make(weight_server="off", **options)
+        video, said = make(**options)
+        assert bool(lenders(video)[0]) is (strength == 0.5) is (said == [])
+        assert torch.equal(video.latents, alone.latents)
+        latents.append(video.latents)
+    plain, said = make()
+    assert len(said) == 1 and not lenders(plain)[0]
+    latents.append(plain.latents)
+    assert not any(torch.equal(a, b) for a, b in pairwise([*latents, latents[0]]))
+
+
+def test_settings_that_no_run_would_use(studio, capsys, tmp_path) -> None:
+    path = tmp_path / "settings.json"
+    for wrong in ({"shared_cpu_weights": False}, {"lazy_load": True}):
+        path.write_text(json.dumps({**SHARED, **wrong}))
+        model = str(studio.checkpoints["t2v"])
+        argv = ["serve-weights", "--config_json", str(path), "--model_path", model]
+        assert cli.main([*argv, "--socket_folder", str(tmp_path / "so")]) == 2
+        assert next(iter(wrong)) in capsys.readouterr().err
+    with pytest.raises(ConfigError) as caught:
+        studio.settings("t2v", weight_server="require", cpu_offload=True)
     assert caught.value.facts["key"] == "weight_server"
 
 

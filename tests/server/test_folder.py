@@ -10,6 +10,7 @@ import pytest
 
 from shared_offload.errors import ArenaError
 from shared_offload.ranks.facts import runtime_folder
+from shared_offload.server import client
 from shared_offload.server import folder as module
 from shared_offload.server.folder import Folder
 
@@ -88,6 +89,24 @@ def test_a_dead_socket_is_not_a_missing_one(tmp_path: Path) -> None:
             pass
         folder.clear()
         assert folder.connect(1) is None
+
+
+def test_a_dead_server_does_not_hide_a_live_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    places = [tmp_path / name for name in ("missing", "dead", "live")]
+    monkeypatch.setattr(client, "candidates", lambda: places)
+    assert client.send(None, {}) is None
+    with Folder.make(places[1]) as dead, Folder.make(places[2]) as live:
+        dead.listen().close()
+        with pytest.raises(ArenaError, match="nobody answers") as caught:
+            client.send(None, {})
+        assert caught.value.facts["path"] == str(places[1])
+        with live.listen() as listener:
+            connection = client.send(None, {"op": "ask"})
+            assert connection is not None
+            with connection, listener.accept()[0] as accepted:
+                assert accepted.recv(100) == b'{"v": 1, "op": "ask"}\n'
 
 
 def test_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
