@@ -81,6 +81,23 @@ def test_one_rank(studio, resident, task, weights, scope, granularity) -> None:
     assert mapped_segments() == 0
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+@pytest.mark.parametrize("scope", SCOPES)
+@pytest.mark.parametrize("weights", WEIGHTS)
+def test_one_gpu(studio, weights, scope, granularity) -> None:
+    """The ring is registered with CUDA, while the disk threads write through another mapping."""
+    gpu = {**WEIGHTS[weights], "device": "cuda", "infer_steps": 6}
+    whole = studio.video("i2v", **gpu)
+    options = {**LAZY, **SCOPES[scope], "offload_granularity": granularity}
+    lazy = studio.video("i2v", **gpu, **options)
+    assert torch.equal(lazy.latents, whole.latents)
+    (arena,) = lazy.metadata["arenas"]
+    assert arena["registered"] in ("read-only flag", "registered, then protected")
+    once = pass_nbytes(studio.checkpoints["i2v"], "i2v", weights)
+    assert lazy.metadata["streaming"]["disk_read_bytes"] == 6 * once
+
+
 @pytest.mark.parametrize("granularity", GRANULARITIES)
 @pytest.mark.parametrize(
     ("options", "blocks_read"),
