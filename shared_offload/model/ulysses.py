@@ -21,10 +21,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
-Qkv = tuple[Tensor, Tensor, Tensor]
+from shared_offload.ranks.tensors import all_gather
 
-# torch 2.13 renamed it and warns about the old name, which is the only one that 2.11 has.
-_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+Qkv = tuple[Tensor, Tensor, Tensor]
 
 
 class Exchange(Protocol):
@@ -121,7 +120,7 @@ class Ulysses:
         """Collective. One all-gather."""
         x_BLC = x_BLC.contiguous()
         received = x_BLC.new_empty(self.size, *x_BLC.shape)
-        _all_gather(received.flatten(0, 1), x_BLC, group=self._group)
+        all_gather(received.flatten(0, 1), x_BLC, group=self._group)
         return self._join(received, tokens)
 
     def _chunk(self, tokens: int) -> int:

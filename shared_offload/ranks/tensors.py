@@ -14,15 +14,15 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-# torch 2.13 renamed it and warns about the old name, which is the only one that 2.11 has.
-_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+# Into one tensor. torch 2.13 renamed it and warns about the old name, the only one that 2.11 has.
+all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
 
 def gather_equal(tensor: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
     """Collective over `group`. The tensors of its ranks, alike in shape and dtype, in its order."""
     mine = tensor.contiguous()
     received = mine.new_empty(dist.get_world_size(group), *mine.shape)
-    _all_gather(as_bytes(received), as_bytes(mine), group=group)
+    all_gather(as_bytes(received), as_bytes(mine), group=group)
     return list(received.unbind(0))
 
 
