@@ -17,6 +17,9 @@ from shared_offload.errors import CheckpointError, raise_all
 from shared_offload.pipeline.quantised import Fp8Linear
 from shared_offload.pipeline.weight_faults import SCALE_SUFFIX, faults
 
+_HOST = torch.device("cpu")
+_HOME = "weights_in_host_memory"  # attribute of a module that is elsewhere, or was
+
 
 def assign(
     module: nn.Module,
@@ -48,12 +51,20 @@ def assign(
 
 
 def move(module: nn.Module, device: torch.device) -> None:
-    """Put all weights on `device`; weights that share memory (tied ones) still do afterwards."""
-    moved: dict[tuple[int, int], Tensor] = {}
-    for tensor in (*module.parameters(), *module.buffers()):
-        place = (tensor.data_ptr(), tensor.nbytes)
+    """Put all weights on `device`; weights that share memory (tied ones) still do afterwards.
+
+    Those that leave host memory stay there too, and are taken up again when they come back: nobody
+    writes weights, so there is nothing to copy, and a file's memory map stays one.
+    """
+    home: dict[str, Tensor] = module.__dict__.setdefault(_HOME, {})
+    moved: dict[tuple[int | str, int], Tensor] = {}
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        place = (tensor.data_ptr() or name, tensor.nbytes)  # an empty one has no address
+        if tensor.device == _HOST and device != _HOST:
+            home[name] = tensor.data
         if place not in moved:
-            moved[place] = tensor.data.to(device)
+            returns = device == _HOST and name in home
+            moved[place] = home[name] if returns else tensor.data.to(device)
         tensor.data = moved[place]
 
 
