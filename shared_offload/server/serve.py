@@ -10,7 +10,7 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing, suppress
 
 from shared_offload.errors import ArenaError, OffloadError
@@ -28,6 +28,8 @@ LEASE_SECONDS = 60.0
 NEWS_SECONDS = 0.25
 """Between two messages about a filling. A peer that hears nothing for long gives the server up."""
 MOST_PEERS = 128
+MOST_ORDERS = 16
+"""Being met or waiting: they go on when their peer does not."""
 MOST_ERROR_NBYTES = 8 << 10
 EXIT_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -71,7 +73,7 @@ class _Server:
             "begun": time.time(),
             "folder": str(folder.path),
         }
-        self._answers: dict[str, Callable[..., AsyncIterator[Message]]] = {
+        self._answers: dict[str, Callable[..., AsyncGenerator[Message, None]]] = {
             "ask": self._ask,
             "borrow": self._borrow,
             "hold": self._hold,
@@ -135,7 +137,7 @@ class _Server:
             answer = self._answers.get(protocol.text(request, "op"))
             if answer is None:
                 raise ArenaError(f"a weight server cannot {request['op']!r}")
-            async with aclosing(answer(request, reader)) as messages:  # type: ignore[type-var]
+            async with aclosing(answer(request, reader)) as messages:
                 async for message in messages:
                     await _send(writer, message)
         except OffloadError as error:
@@ -143,7 +145,9 @@ class _Server:
 
     # -- the answers -------------------------------------------------------------------------------
 
-    async def _ask(self, request: Message, _: asyncio.StreamReader) -> AsyncIterator[Message]:
+    async def _ask(
+        self, request: Message, _: asyncio.StreamReader
+    ) -> AsyncGenerator[Message, None]:
         models = self._shelf.find(protocol.text(request, "fingerprint"))
         for model in models:
             model.used = time.monotonic()
@@ -154,7 +158,7 @@ class _Server:
 
     async def _borrow(
         self, request: Message, reader: asyncio.StreamReader
-    ) -> AsyncIterator[Message]:
+    ) -> AsyncGenerator[Message, None]:
         fingerprint, node = protocol.text(request, "fingerprint"), protocol.node(request)
         model, copy = self._copy(fingerprint, node)
         model.leases += 1
@@ -180,11 +184,15 @@ class _Server:
                 return model, copy
         raise ArenaError("the weight server no longer holds these weights")
 
-    async def _hold(self, request: Message, _: asyncio.StreamReader) -> AsyncIterator[Message]:
+    async def _hold(
+        self, request: Message, _: asyncio.StreamReader
+    ) -> AsyncGenerator[Message, None]:
         order = request.get("order")
         if not isinstance(order, dict):
             raise ArenaError(f"order is {order!r} in a message", expected="an object")
-        task = asyncio.create_task(self._shelf.hold(order))  # goes on when the peer does not
+        if len(self._holds) >= MOST_ORDERS:
+            raise ArenaError(f"{MOST_ORDERS} orders wait already", hint="try again later")
+        task = asyncio.create_task(self._shelf.hold(order))
         self._holds.add(task)
         task.add_done_callback(self._held)
         while not task.done():
@@ -205,14 +213,14 @@ class _Server:
         if not task.cancelled() and (error := task.exception()) is not None:
             self._progress.note(f"an order could not be met: {error or repr(error)}")
 
-    async def _status(self, _: Message, __: asyncio.StreamReader) -> AsyncIterator[Message]:
+    async def _status(self, _: Message, __: asyncio.StreamReader) -> AsyncGenerator[Message, None]:
         yield {"server": self._facts}
         for model in list(self._shelf.models):
             for copy in model.copies:
                 yield {"arena": _describe(model, copy)}
         yield {"end": True}
 
-    async def _end(self, _: Message, reader: asyncio.StreamReader) -> AsyncIterator[Message]:
+    async def _end(self, _: Message, reader: asyncio.StreamReader) -> AsyncGenerator[Message, None]:
         yield {"server": self._facts}
         self._stop.set()
         await reader.read(1)  # ends with the loop, when everything has been given back

@@ -81,6 +81,23 @@ def test_an_order_that_breaks_the_opener_ends_nothing(stage) -> None:
     assert list(stage.held()) == ["model"]
 
 
+def test_orders_do_not_pile_up(stage) -> None:
+    server = stage.serve()
+    for n in range(20):  # from peers that do not wait
+        order = {"name": f"m{n}", "mib": 1, "pace": 0.05, "fault": ""}
+        with stage.ask(op="hold", order=order) as connection:
+            try:
+                connection.receive()
+            except ArenaError as refusal:
+                assert n >= 16 and "16 orders wait" in refusal.what
+    deadline = time.monotonic() + 20
+    while len(stage.held()) < 17 and time.monotonic() < deadline:
+        time.sleep(0.1)
+    time.sleep(0.3)
+    assert 17 <= len(stage.held()) < 21
+    assert server.process.poll() is None
+
+
 def test_messages_have_a_limit() -> None:
     fits = {"x": "a" * (protocol.MOST_NBYTES - 30)}
     assert protocol.decode(protocol.encode(fits))["x"] == fits["x"]
