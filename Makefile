@@ -2,7 +2,7 @@
 PY := .venv/bin/python
 .DEFAULT_GOAL := help
 
-.PHONY: help setup demo test quick check fix docs clean
+.PHONY: help setup demo test quick gpu check fix docs clean
 
 help:  ## list the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 10
@@ -19,6 +19,9 @@ test: setup check  ## all tests (15 minutes on 2 cores)
 
 quick: setup  ## a first answer within a minute
 	$(PY) -m pytest -m "not slow and not numa_vm" -x
+
+gpu: setup  ## the tests that need one or two GPUs
+	$(PY) -m pytest -m "gpu or multigpu"
 
 check: setup  ## ruff and mypy
 	$(PY) -m ruff check .

@@ -62,9 +62,16 @@ def host_must_not_wait() -> Callable[[], AbstractContextManager[None]]:
     return watch
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """GPUs are seen by tests that are asked for by a GPU marker; all others run on the CPU."""
+    if "gpu" not in config.getoption("markexpr"):
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     gpus = torch.cuda.device_count()
     for item in items:
         needed = 2 if "multigpu" in item.keywords else 1 if "gpu" in item.keywords else 0
         if gpus < needed:
-            item.add_marker(pytest.mark.skip(reason=f"needs {needed} CUDA device(s), has {gpus}"))
+            reason = f"needs {needed} CUDA device(s), sees {gpus}; see `make gpu`"
+            item.add_marker(pytest.mark.skip(reason=reason))

@@ -13,6 +13,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
+
 ROOT = Path(__file__).parents[2]
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["shared_offload.infer"])
@@ -48,7 +50,10 @@ class Run:
             self.processes.append(self._launcher())
         else:
             port = str(free_port())
-            self.processes += [self._forked(rank, port) for rank in range(world)]
+            # CUDA cannot be used after a fork from a process that has counted its devices, and
+            # libraries count them when they are imported.
+            begin = self._begun if torch.cuda.is_available() else self._forked
+            self.processes += [begin(rank, port) for rank in range(world)]
 
     def _launcher(self) -> subprocess.Popen:
         launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={self.world}"]
@@ -57,13 +62,22 @@ class Run:
             command = [sys.executable, *launch, *self.arguments]
             return subprocess.Popen(command, env=environment, stderr=stderr, cwd=self.folder)
 
-    def _forked(self, rank: int, port: str) -> multiprocessing.Process:
+    def _environment(self, rank: int, port: str) -> dict[str, str]:
         mine = {"RANK": rank, "LOCAL_RANK": rank}
         mine |= {"WORLD_SIZE": self.world, "LOCAL_WORLD_SIZE": self.world}
         mine |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        return {name: str(value) for name, value in mine.items()}
+
+    def _begun(self, rank: int, port: str) -> subprocess.Popen:
+        environment = dict(os.environ, PYTHONPATH=str(ROOT), **self._environment(rank, port))
+        with (self.folder / f"stderr-{rank}").open("w") as stderr:
+            command = [sys.executable, *self.arguments]
+            return subprocess.Popen(command, env=environment, stderr=stderr, cwd=self.folder)
+
+    def _forked(self, rank: int, port: str) -> multiprocessing.Process:
         given = {
             "ARGV": self.arguments,
-            "ENVIRONMENT": {name: str(value) for name, value in mine.items()},
+            "ENVIRONMENT": self._environment(rank, port),
             "STDERR": str(self.folder / f"stderr-{rank}"),
         }
         arguments = (self.arguments[0], {"GIVEN": given}, "forked")
