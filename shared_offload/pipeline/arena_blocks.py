@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -27,7 +28,8 @@ from shared_offload.weights.layout import BlockLayout, Unit
 from shared_offload.weights.reader import block_pieces
 from shared_offload.weights.verify import content_fingerprint
 
-READ_THREADS = 8  # where load_threads leaves it open
+# Where load_threads leaves it open. 16 threads fill 2 MiB pages at 22 GB/s, 8 at 15 (H200 host).
+MOST_READ_THREADS = 16
 CONTENT_VERSION = 1  # of arenas; to be raised when their bytes change for the same files and layout
 TITLES: dict[Stage, str] = {
     "wait": "blocks, read by the leader",
@@ -103,13 +105,18 @@ def plan_arena(
     return ArenaPlan(units, request, _filler(checkpoint, layout, threads))
 
 
+def read_threads(settings: Settings) -> int:
+    """How many threads read block weights."""
+    return settings.load_threads or min(MOST_READ_THREADS, len(os.sched_getaffinity(0)))
+
+
 def weights_fingerprint(settings: Settings, checkpoint: Checkpoint, progress: Progress) -> str:
     """Of layout and index, and with `verify_weights` of every byte: only equal ones share."""
     layout = checkpoint.layout(settings.compute_dtype)
     parts = [str(CONTENT_VERSION), layout.fingerprint(), checkpoint.fingerprint()]
     if settings.verify_weights:
         total = sum(entry.nbytes for entry in checkpoint.entries.values())
-        threads = settings.load_threads or READ_THREADS
+        threads = read_threads(settings)
         with progress.task("hash weights", total, "B") as task:
             content = content_fingerprint(checkpoint, threads=threads, on_bytes=task.advance)
         progress.note(f"weights: sha256 {content}")

@@ -14,7 +14,7 @@ from shared_offload.memory.lifecycle import HostArena
 from shared_offload.model.attention import Attention, select_attention
 from shared_offload.model.dit import Dit
 from shared_offload.model.ulysses import SINGLE, Ulysses
-from shared_offload.pipeline.arena_blocks import READ_THREADS, open_blocks
+from shared_offload.pipeline.arena_blocks import open_blocks, read_threads
 from shared_offload.pipeline.disk_blocks import DiskArena, open_disk_blocks
 from shared_offload.pipeline.inventory import Inventory, torch_dtype
 from shared_offload.ranks.group import Ranks
@@ -77,7 +77,7 @@ def load_dit(
         cross_attention=cross_attention.run,
         exchange=SINGLE if ranks.seq_group is None else Ulysses(ranks.seq_group),
     )
-    threads = settings.load_threads or READ_THREADS
+    threads = read_threads(settings)
     if settings.lazy_load:
         source, ring = open_disk_blocks(settings, checkpoint, ranks, progress, name=name)
         return LoadedDit(model, source, names, ring)

@@ -33,6 +33,20 @@ def arena_table(rows: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def _caption(rows: Sequence[Mapping[str, Any]]) -> str:
+    return "\n".join(filter(None, (_saving(rows), _page_hint(rows))))
+
+
+def _page_hint(rows: Sequence[Mapping[str, Any]]) -> str:
+    """What 4 KiB pages cost: 4.6 GB/s of filling against 15 to 22 in 2 MiB pages (H200 host)."""
+    if not any(row["nbytes"] >= GIB and not row["huge_nbytes"] for row in rows):
+        return ""
+    return (
+        "2 MiB pages would load 3 to 5 times as fast from the page cache; as root:\n"
+        "echo advise > /sys/kernel/mm/transparent_hugepage/shmem_enabled"
+    )
+
+
+def _saving(rows: Sequence[Mapping[str, Any]]) -> str:
     if not any(row["ranks"] for row in rows):
         return ""
     saved = sum(row["saved_nbytes"] for row in rows)

@@ -36,7 +36,7 @@ ROW: dict[str, Any] = {
         ({"node_nbytes": {0: 3 * GIB, 1: 12 * GIB}}, ["node 0 20.0 %, node 1 80.0 %"]),
         ({"node_nbytes": None}, ["unknown"]),
         ({"huge_nbytes": 3 * GIB}, ["2 MiB pages 20 %, rest 4 KiB"]),
-        ({"huge_nbytes": 0}, ["node 1; 4 KiB pages"]),
+        ({"huge_nbytes": 0}, ["node 1; 4 KiB pages", "echo advise"]),
         ({"lender": "weight server, pid 7"}, ["weight server, pid 7"]),
         ({"lender": "server", "saved_nbytes": 0}, ["Lent by a weight server"]),
         ({"saved_nbytes": 0}, ["No memory saved"]),
