@@ -9,10 +9,11 @@ Invariant: a place is written only while its tag is 0 and after every rank has l
 there; its tag is set when its last byte has arrived and its files are those that were indexed.
 
 Files are read through the page cache. Cold, from a virtual NVMe disk by 4 threads, that gave 2.5
-GB/s against 2.2 for O_DIRECT and 1.3 to 1.6 for O_DIRECT with the second copy that tensors at odd
-offsets in their files need. Pages that were read are left to the kernel: where all files fit into
-memory a second pass came at 5.9 GB/s instead of 3.3; where they do not (6 GB through 2 or 4) the
-passes were no slower than with POSIX_FADV_DONTNEED.
+GB/s against 2.2 for O_DIRECT, and 1.3 to 1.6 for O_DIRECT with the second copy that tensors at odd
+offsets in their files need; this reader, with units of 400 MiB, 2.2 to 2.4. Pages that were read
+are left to the kernel: 6 GB that fit into memory came at 3.9 and 5.9 GB/s in later passes instead
+of 3.3 and 2.9 with POSIX_FADV_DONTNEED; with memory for 4 GB at 1.4 instead of 1.1, with 2 GB at
+1.3 to 1.5 instead of 1.1 to 1.3.
 """
 
 from __future__ import annotations

@@ -421,5 +421,6 @@ def test_host_memory_is_bounded_by_the_ring(studio, wide_model) -> None:
     assert 0 <= shared[1] - 24 * layout.stride < 10 * page
     # Resident pages count twice where they are mapped twice. Beside the ring: two slots, a bounce
     # buffer for each of four threads, and what any run of this model needs.
-    assert peaks[0] < (2 * 4 + 2) * layout.stride + 16 * MIB + 64 * MIB
-    assert peaks[1] - peaks[0] > (24 - 2 * 4 - 2) * layout.stride - 16 * MIB
+    # (60 to 80 MiB here, and threads of the allocator make that vary by some 20).
+    assert peaks[0] < (2 * 4 + 2) * layout.stride + 16 * MIB + 112 * MIB
+    assert peaks[1] - peaks[0] > (24 - 2 * 4) * layout.stride - 64 * MIB
