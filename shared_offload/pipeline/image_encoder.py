@@ -20,6 +20,7 @@ from transformers import CLIPVisionConfig, CLIPVisionModel
 from shared_offload.errors import CheckpointError
 from shared_offload.pipeline import module_weights
 from shared_offload.pipeline.conditioning import bicubic
+from shared_offload.pipeline.module_weights import OnBytes, told_to_nobody
 from shared_offload.weights.pth import load_pth
 
 MEAN = (0.48145466, 0.4578275, 0.40821073)  # of CLIP's training pictures, in [0, 1]
@@ -66,6 +67,7 @@ class ImageEncoder:
         device: torch.device | str,
         dtype: torch.dtype,
         use_31_block: bool = True,
+        on_bytes: OnBytes = told_to_nobody,
     ) -> ImageEncoder:
         """From a .pth file (fp32, fp16, bf16 or FP8); the text tower in it is left out.
 
@@ -91,6 +93,7 @@ class ImageEncoder:
             path=path,
             device=torch.device(device),
             dtype=dtype,
+            on_bytes=on_bytes,
         )
         # The table of positions is a buffer that no file holds; it is still on meta.
         embeddings = model.get_submodule(prefix + "embeddings")

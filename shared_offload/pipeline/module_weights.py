@@ -7,7 +7,7 @@ dtype already fits.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import torch
@@ -17,8 +17,13 @@ from shared_offload.errors import CheckpointError, raise_all
 from shared_offload.pipeline.quantised import Fp8Linear
 from shared_offload.pipeline.weight_faults import SCALE_SUFFIX, faults
 
+OnBytes = Callable[[int], None]
 _HOST = torch.device("cpu")
 _HOME = "weights_in_host_memory"  # attribute of a module that is elsewhere, or was
+
+
+def told_to_nobody(_: int) -> None:
+    """An `OnBytes` that ignores what it is told."""
 
 
 def assign(
@@ -28,23 +33,27 @@ def assign(
     path: Path,
     device: torch.device,
     dtype: torch.dtype,
+    on_bytes: OnBytes = told_to_nobody,
 ) -> None:
     """Give `module` (on meta) all its weights, by its own names, and set it to evaluation.
 
     FP8 weights with their `weight_scale` turn their layer into an Fp8Linear; all else becomes
     `dtype` on `device`. A tensor object that stands under two names (tied weights) is moved once.
-    Raises CheckpointError or Problems. Peak host memory: the largest tensor, where casting.
+    `on_bytes` is told of bytes of the file as they are taken. Raises CheckpointError or Problems.
+    Peak host memory: the largest tensor, where casting.
     """
     scales = {n: t for n, t in tensors.items() if n.endswith(".weight" + SCALE_SUFFIX)}
     plain = {n: t for n, t in tensors.items() if n not in scales}
     raise_all(faults(module.state_dict(), plain, scales, path))
     moved: dict[int, Tensor] = {}
     for name, scale in scales.items():
+        on_bytes(plain[name.removesuffix(SCALE_SUFFIX)].nbytes)
         _place_fp8(module, name, plain, scale.to(device, torch.float32), device, dtype)
     for name, tensor in plain.items():
         key = id(tensor)
         if key not in moved:
             moved[key] = tensor.to(device, dtype)
+            on_bytes(tensor.nbytes)
         plain[name] = moved[key]
     module.requires_grad_(False).eval()
     module.load_state_dict(plain, strict=True, assign=True)

@@ -84,8 +84,14 @@ class Runner:
         rows: list[Tensor | None] = [None] * len(prompts)
         if self.is_first:
             with self._texts.use() as encoder:
-                rows = list(encoder.encode(prompts))
+                rows = list(self._encode(encoder, prompts))
         return [self.ranks.broadcast_tensor(row) for row in rows]
+
+    def _encode(self, encoder: TextEncoder, prompts: Sequence[str]) -> list[Tensor]:
+        if not encoder.passes:
+            return encoder.encode(prompts)
+        with self.progress.task("pass T5 through the GPU", encoder.nbytes, "B") as task:
+            return encoder.encode(prompts, task.advance)
 
     def encode_image(self, image_3HW: Tensor) -> Tensor:
         """Collective. CLIP's features (I, image_dim) of the picture."""
@@ -203,23 +209,30 @@ class Runner:
             dit.close()
 
     def _modules(self) -> tuple[OnDemand[TextEncoder], OnDemand[ImageEncoder], OnDemand[Vae]]:
-        settings, files = self.settings, self.inventory
+        settings, files, progress = self.settings, self.inventory, self.progress
         kind = self.device.type
         passes = settings.t5_cpu_offload and kind == "cuda"
 
         def text(device: torch.device) -> TextEncoder:
-            return TextEncoder.load(
-                files.t5,
-                files.tokenizer,
-                device=self.device if passes else device,
-                block_by_block=passes,
-                dtype=TEXT_DTYPE[kind],
-                text_len=files.arch.text_len,
-            )
+            with progress.task("read T5", files.t5.stat().st_size, "B") as task:
+                return TextEncoder.load(
+                    files.t5,
+                    files.tokenizer,
+                    device=self.device if passes else device,
+                    block_by_block=passes,
+                    dtype=TEXT_DTYPE[kind],
+                    text_len=files.arch.text_len,
+                    on_bytes=task.advance,
+                )
 
         def image(device: torch.device) -> ImageEncoder:
             assert files.clip is not None  # encode_image is for i2v, whose inventory has one
-            return ImageEncoder.load(files.clip, device=device, dtype=IMAGE_DTYPE[kind])
+            with progress.task(
+                "read CLIP", None, "B"
+            ) as task:  # part of the file, of no known size
+                return ImageEncoder.load(
+                    files.clip, device=device, dtype=IMAGE_DTYPE[kind], on_bytes=task.advance
+                )
 
         def vae(device: torch.device) -> Vae:
             return Vae.load(

@@ -20,6 +20,7 @@ from transformers import AutoTokenizer, UMT5Config, UMT5EncoderModel
 
 from shared_offload.errors import CheckpointError
 from shared_offload.pipeline import module_weights
+from shared_offload.pipeline.module_weights import OnBytes, told_to_nobody
 from shared_offload.pipeline.passing import Passage
 from shared_offload.weights.pth import load_pth
 
@@ -73,6 +74,7 @@ class TextEncoder:
         dtype: torch.dtype,
         text_len: int,
         block_by_block: bool = False,
+        on_bytes: OnBytes = told_to_nobody,
     ) -> TextEncoder:
         """From a .pth file (bf16, fp32 or FP8) and a tokenizer folder.
 
@@ -89,32 +91,45 @@ class TextEncoder:
             model = UMT5EncoderModel(read_config(tensors, path))
         device = torch.device(device)
         home = torch.device("cpu") if block_by_block else device
-        module_weights.assign(model, rename(tensors), path=path, device=home, dtype=dtype)
+        module_weights.assign(
+            model, rename(tensors), path=path, device=home, dtype=dtype, on_bytes=on_bytes
+        )
         through = device if block_by_block else None
         return cls(model, tokenizer, text_len=text_len, source=path, passing_through=through)
 
     @torch.inference_mode()
-    def encode(self, prompts: Sequence[str]) -> list[Tensor]:
-        """One (E, D) tensor for each prompt; E is at most `text_len`, an empty prompt has 1 row."""
+    def encode(self, prompts: Sequence[str], on_bytes: OnBytes = told_to_nobody) -> list[Tensor]:
+        """One (E, D) tensor for each prompt; E is at most `text_len`, an empty prompt has 1 row.
+
+        `on_bytes` is told of weights that went to the device for this call.
+        """
         tokens_1E = [self._tokenize(prompt) for prompt in prompts]
         if self._passing_through is not None:
-            rows_1ED = self._pass_through(tokens_1E, self._passing_through)
+            rows_1ED = self._pass_through(tokens_1E, self._passing_through, on_bytes)
         else:
             device = self._model.device
             rows_1ED = [self._model(input_ids=t.to(device)).last_hidden_state for t in tokens_1E]
         self._check_finite(rows_1ED)
         return [rows[0] for rows in rows_1ED]
 
-    def _pass_through(self, tokens_1E: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    def _pass_through(
+        self, tokens_1E: Sequence[Tensor], device: torch.device, on_bytes: OnBytes
+    ) -> list[Tensor]:
         """What the model does, but each layer for all prompts before the next one."""
         stack, passage = self._model.encoder, Passage(device)
         rows_1ED = [self._model.shared(tokens).to(device) for tokens in tokens_1E]
         for layer in (*stack.block, stack.final_layer_norm):
             with passage.lend(layer):
                 outputs = [layer(rows) for rows in rows_1ED]
+            on_bytes(module_weights.count_bytes(layer))
             # Some versions of the library return a tuple.
             rows_1ED = [out if isinstance(out, Tensor) else out[0] for out in outputs]
         return rows_1ED
+
+    @property
+    def passes(self) -> bool:
+        """The weights go to the device block by block, in every `encode`."""
+        return self._passing_through is not None
 
     def move(self, device: torch.device) -> None:
         """Put the weights on a device; those that go block by block stay in host memory."""
