@@ -153,7 +153,6 @@ class Pipeline:
             latents = denoise(noise.to(runner.device), scheduler, predict, on_step)
         with stage("decode"):
             frames = runner.decode(latents)
-        runner.report_streaming()
         seconds = {
             name: round(total - spent.get(name, 0.0), 3)
             for name, total in self.progress.stage_seconds.items()
@@ -166,6 +165,7 @@ class Pipeline:
         if frames is not None and request.save_path is not None:
             with stage("write video"):
                 write_video(request.save_path, frames, settings.fps, metadata)
+        runner.report_streaming()
         return Video(frames, latents, request.save_path, metadata)
 
     def close(self) -> None:

@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -35,7 +36,7 @@ from shared_offload.ranks.group import Ranks
 from shared_offload.report.arena_table import arena_table
 from shared_offload.report.metrics import StreamMetrics
 from shared_offload.report.progress import Progress
-from shared_offload.report.timeline import trace_events, write_trace
+from shared_offload.report.timeline import Event, trace_events, write_trace
 
 # By device. As upstream on CUDA: UMT5 overflows in fp16, CLIP was trained in it.
 TEXT_DTYPE = {"cpu": torch.float32, "cuda": torch.bfloat16}
@@ -169,9 +170,16 @@ class Runner:
             mine = trace_events(metrics.units, rank=self.ranks.rank, start=metrics.started)
             everyone = self.ranks.gather_json(mine)
             if self.is_first:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                write_trace(path, [event for events in everyone for event in events])
-                self.progress.note(f"trace: {path.absolute()} (open it in ui.perfetto.dev)")
+                self._write_trace(path, [event for events in everyone for event in events])
+
+    def _write_trace(self, path: Path, events: list[Event]) -> None:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_trace(path, events)
+        except OSError as error:  # the video is written; a lost trace must not fail the run
+            self.progress.warn(f"no trace: {path.absolute()} cannot be written: {error.strerror}")
+        else:
+            self.progress.note(f"trace: {path.absolute()} (open it in ui.perfetto.dev)")
 
     def describe(self) -> dict[str, Any]:
         """What ran and what it cost, as JSON values."""
