@@ -13,18 +13,26 @@ from collections import Counter
 import pytest
 
 
+def finishes(run) -> bool:
+    """A survivor opens and uses the right weights to its end; whether they were lent."""
+    opened = run.wait_for("open")
+    assert opened["right"] and run.end() == 0 and run.find("unchanged")["same"]
+    return bool(opened["lender"])
+
+
 @pytest.mark.slow
 def test_sixty_kills_at_random_moments(stage) -> None:
     dice = random.Random(7)
     reached: Counter[str] = Counter()
-    lent = rounds = 0
+    lent = 0
     server = None
     while sum(reached.values()) < 60:
-        rounds += 1
         if server is None:
-            server = stage.serve(wait=False, name="m0", pace=dice.uniform(0, 0.1))
-        runs = [stage.run(name="m0", pace=0.01) for _ in range(3)]
-        time.sleep(dice.uniform(0.1, 0.9))  # undisturbed, all is open within a second
+            server = stage.serve(wait=False, name="m0", pace=dice.uniform(0, 0.15))
+        runs = [stage.run(name="m0", pace=0.05) for _ in range(3)]
+        for process in (server, *runs):
+            process.wait_for("ready")  # it is about to begin, after its imports
+        time.sleep(dice.uniform(0, 0.6))  # undisturbed, all is open by then
         victims = [run for run in runs if dice.random() < 0.6]
         if dice.random() < 0.6:
             victims.append(server)
@@ -37,16 +45,12 @@ def test_sixty_kills_at_random_moments(stage) -> None:
             role = "server" if victim is server else "run"
             last = victim.events[-1]["event"] if victim.events else "start"
             reached[f"{role} {last}"] += 1
-        for run in runs:
-            if run not in victims:
-                opened = run.wait_for("open")
-                lent += bool(opened["lender"])
-                assert opened["right"] and run.end() == 0 and run.find("unchanged")["same"]
+        lent += sum(finishes(run) for run in runs if run not in victims)
         if server in victims:
             server = None
         else:
             server.wait_for("told")
-    assert len(reached) >= 5 and lent > 5, (reached, lent)  # moments were various
+    assert len(reached) >= 4 and lent, (reached, lent)  # moments were various
     if server is not None:
         server.kill()
         server.end()
