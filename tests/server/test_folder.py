@@ -109,6 +109,15 @@ def test_a_dead_server_does_not_hide_a_live_one(
                 assert accepted.recv(100) == b'{"v": 1, "op": "ask"}\n'
 
 
+def test_a_server_of_another_user_is_not_believed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Folder.make(tmp_path) as folder, folder.listen():
+        monkeypatch.setattr(module, "peer_uid", lambda _: os.geteuid() + 1)
+        with pytest.raises(ArenaError, match=f"answered by uid {os.geteuid() + 1}"):
+            folder.connect(1)
+
+
 def test_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fallback = Path(f"/tmp/shared_offload-{os.geteuid()}")
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
