@@ -72,9 +72,8 @@ class Hosts:
                 )
             self.launchers.append(process)
 
-    def stderr(self, number: int | None = None) -> str:
-        numbers = range(2) if number is None else [number]
-        return "".join((self.folder / f"stderr{n}").read_text() for n in numbers)
+    def stderr(self) -> str:
+        return "".join((self.folder / f"stderr{n}").read_text() for n in range(2))
 
     def end(self, seconds: float) -> list[int]:
         deadline = time.monotonic() + seconds
@@ -126,7 +125,8 @@ def test_a_kill_on_one_host_ends_both(hosts, settings) -> None:
     hosts.start({"kind": "command", "argv": argv, **fault})
     deadline = time.monotonic() + 120
     while not (hosts.folder / "there").exists():
-        assert time.monotonic() < deadline, hosts.stderr()
+        ended = any(launcher.poll() is not None for launcher in hosts.launchers)
+        assert time.monotonic() < deadline and not ended, hosts.stderr()
         time.sleep(0.05)
     assert 0 not in hosts.end(LIMIT), hosts.stderr()
     assert hosts.stderr().count(f"RankError: rank {who} of 4 (pid ") == 1, hosts.stderr()
