@@ -163,6 +163,8 @@ def party_of(ranks: Ranks) -> Party:
 
 def _filler(checkpoint: Checkpoint, layout: BlockLayout, threads: int) -> Fill:
     pieces = block_pieces(checkpoint, layout)
+    # Readers count bytes of files, which differ from the arena's where dtypes change.
+    read, kept = sum(p.nbytes for p in pieces), sum(p.dest_nbytes for p in pieces)
 
     def write(
         dest: memoryview,
@@ -170,7 +172,10 @@ def _filler(checkpoint: Checkpoint, layout: BlockLayout, threads: int) -> Fill:
         cpus: frozenset[int] | None,
         stop: threading.Event,
     ) -> None:
-        fill_tensors(pieces, dest, threads=threads, cpus=cpus, on_bytes=on_bytes, stop=stop)
+        def tell(nbytes: int) -> None:
+            on_bytes(nbytes * kept // read)
+
+        fill_tensors(pieces, dest, threads=threads, cpus=cpus, on_bytes=tell, stop=stop)
 
     return write
 
