@@ -37,8 +37,11 @@ low quality, blurry, static, overexposed, worst quality, bad hands, still pictur
 """.strip()
 
 
-def write_tokenizer(folder: Path) -> None:
-    """Write the files of TOKENIZER_FILES; transformers' AutoTokenizer reads them offline."""
+def write_tokenizer(folder: Path, sentences: str = SENTENCES, *, lowercase: bool = False) -> None:
+    """Write the files of TOKENIZER_FILES; transformers' AutoTokenizer reads them offline.
+
+    Words of `sentences` become tokens. With `lowercase` the tokenizer does not tell A from a.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     special = {"eos_token": END, "pad_token": PAD, "unk_token": UNKNOWN}
     config = {
@@ -48,14 +51,15 @@ def write_tokenizer(folder: Path) -> None:
         "padding_side": "right",
         "clean_up_tokenization_spaces": False,
     }
-    contents = (_tokenizer().to_str(pretty=True), _json(config), _json(special))
+    tokenizer = _tokenizer(sentences.lower() if lowercase else sentences, lowercase=lowercase)
+    contents = (tokenizer.to_str(pretty=True), _json(config), _json(special))
     for name, content in zip(TOKENIZER_FILES, contents, strict=True):
         (folder / name).write_text(content, encoding="utf-8")
 
 
-def vocabulary() -> list[tuple[str, float]]:
+def vocabulary(sentences: str = SENTENCES) -> list[tuple[str, float]]:
     """Pieces and their log probabilities; the index of a piece is its token id."""
-    words = Counter(SENTENCES.replace(",", " ,").replace(".", " .").split())
+    words = Counter(sentences.replace(",", " ,").replace(".", " .").split())
     total = sum(words.values())
     pieces = [(PAD, 0.0), (END, 0.0), (UNKNOWN, 0.0)]
     pieces += [(f"<0x{byte:02X}>", BYTE_SCORE) for byte in range(256)]
@@ -72,9 +76,11 @@ def _printable() -> str:
     return string.ascii_letters + string.digits + string.punctuation
 
 
-def _tokenizer() -> Tokenizer:
-    tokenizer = Tokenizer(models.Unigram(vocabulary(), unk_id=2, byte_fallback=True))
+def _tokenizer(sentences: str, *, lowercase: bool) -> Tokenizer:
+    tokenizer = Tokenizer(models.Unigram(vocabulary(sentences), unk_id=2, byte_fallback=True))
     tokenizer.normalizer = normalizers.NFKC()
+    if lowercase:
+        tokenizer.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Lowercase()])
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(WORD_START)
     tokenizer.decoder = decoders.Sequence(
         [decoders.ByteFallback(), decoders.Metaspace(WORD_START), decoders.Fuse()]

@@ -1,0 +1,1 @@
+"""Training of the demo model; see docs/demo-model.md."""

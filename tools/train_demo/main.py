@@ -1,0 +1,280 @@
+"""The command: trains part after part, keeps each in the work folder, writes the folders.
+
+A part starts from what earlier parts left in the work folder, so parts may be trained by commands
+of their own. Folders are written of what is there: text to video needs the parts vae and t2v, image
+to video all three.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import torch
+import transformers
+from PIL import Image
+
+from shared_offload.synth.parts import TOKENIZER_FOLDER
+from shared_offload.synth.sizes import Task
+from tools.train_demo import dit, export, models, text, vae
+from tools.train_demo.clips import DIRECTIONS, PAIRS, SHAPES, Labels, Painter
+from tools.train_demo.scores import picture, score
+from tools.train_demo.training import History, Plan
+
+PARTS = ("vae", "t2v", "i2v")
+SHARES = {"vae": 0.5, "t2v": 0.25, "i2v": 0.25}
+"""Of the minutes, among the parts that are trained."""
+PLANS: Mapping[str, dict[str, float]] = {
+    "vae": {"peak_lr": 2e-3, "warmup": 200, "weight_decay": 1e-4},
+    "t2v": {"peak_lr": 1e-3, "warmup": 300, "weight_decay": 0.01},
+    "i2v": {"peak_lr": 1e-3, "warmup": 300, "weight_decay": 0.01},
+}
+QUICK_STEPS = {"vae": 3, "t2v": 3, "i2v": 3}
+REPORT = "TRAINING.json"
+PICTURE = "first_frame.png"
+SHOWN = {"color": "red", "background": "blue", "shape": "circle", "direction": "right"}
+LICENSE = "Apache-2.0, as the project; trained from nothing on clips that the script draws"
+
+
+@dataclass(frozen=True, slots=True)
+class Amounts:
+    """How much of everything but training."""
+
+    clips: int
+    """Encoded before a DiT is trained."""
+    encoded_at_once: int
+    scored: int
+    vae_batch: int
+    dit_batch: int
+    folded_batches: int
+
+
+FULL = Amounts(24576, 256, 192, vae.BATCH, dit.BATCH, 16)
+QUICK = Amounts(8, 4, 2, vae.QUICK_BATCH, dit.QUICK_BATCH, 2)
+
+
+class Studio:
+    """One run of the command."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args = args
+        self.device = torch.device(args.device)
+        self.sizes = models.QUICK if args.quick else models.FULL
+        self.amounts = QUICK if args.quick else FULL
+        self.painter = Painter(self.device)
+        self.work: Path = args.work
+        self.work.mkdir(parents=True, exist_ok=True)
+        tokenizer = self.work / TOKENIZER_FOLDER
+        text.make_tokenizer(tokenizer)
+        self.table = text.caption_table(tokenizer).to(self.device)
+        self.vocabulary = len(text.load_tokenizer(tokenizer))
+
+    def run(self) -> None:
+        """Train, write, and say what was done."""
+        asked = [part for part in PARTS if part in self.args.parts]
+        total = sum(SHARES[part] for part in asked)
+        steps = dict(QUICK_STEPS if self.args.quick else {}) | self.args.steps
+        trainers: dict[str, Callable[[Plan], dict[str, Any]]] = {
+            "vae": self.train_vae,
+            "t2v": lambda plan: self.train_dit("t2v", plan),
+            "i2v": lambda plan: self.train_dit("i2v", plan),
+        }
+        for part in asked:
+            torch.manual_seed(self.args.seed + PARTS.index(part))
+            seconds = 60 * self.args.minutes * SHARES[part] / total
+            plan = Plan(seconds=seconds, steps=steps.get(part), **PLANS[part])  # type: ignore[arg-type]
+            begun = time.monotonic()
+            state = trainers[part](plan)
+            state["report"]["seconds_with_data_and_scores"] = round(time.monotonic() - begun, 1)
+            torch.save(state, self.work / f"{part}.pt")
+            print(json.dumps({part: state["report"]}, indent=1), flush=True)
+        self.write()
+
+    def train_vae(self, plan: Plan) -> dict[str, Any]:
+        """Train the VAE and fold its statistics."""
+        amounts = self.amounts
+        model = models.make_vae(self.sizes).to(self.device)
+        history = vae.train_vae(model, self.painter, plan, batch=amounts.vae_batch)
+        batch = amounts.encoded_at_once
+        vae.fold(model, self.painter, batches=amounts.folded_batches, batch=batch)
+        report = _history(history, plan, amounts.vae_batch, models.parameters(model))
+        report |= vae.quality(model, self.painter, batch=batch)
+        return {"vae": model.state_dict(), "report": report}
+
+    def train_dit(self, task: Task, plan: Plan) -> dict[str, Any]:
+        """Train a DiT and the encoder that belongs to it."""
+        amounts, i2v = self.amounts, task == "i2v"
+        autoencoder = self.load_vae()
+        made = self.load_models(task) if i2v else self.new_models("t2v")
+        begun = time.monotonic()
+        data = dit.make_data(
+            autoencoder,
+            self.painter,
+            clips=amounts.clips,
+            batch=amounts.encoded_at_once,
+            i2v=i2v,
+        )
+        print(f"{task}: data in {time.monotonic() - begun:.0f} s", flush=True)
+        history = dit.train_dit(made, data, self.table, plan, batch=amounts.dit_batch)
+        trained = (made.dit, made.clip if i2v else made.t5)
+        report = _history(history, plan, amounts.dit_batch, models.parameters(*trained))
+        report["clips"] = amounts.clips
+        report["scores"] = score(made, autoencoder, self.painter, self.table, count=amounts.scored)
+        encoder = {"clip": made.clip} if i2v else {"t5": made.t5}
+        states = {name: module.state_dict() for name, module in encoder.items()}
+        return {"dit": made.dit.state_dict(), **states, "report": report}
+
+    def new_models(self, task: Task) -> dit.Models:
+        """Untrained ones."""
+        arch = models.architecture(self.sizes, task)
+        clip = None
+        if task == "i2v":
+            clip = models.make_clip(self.sizes).to(self.device)
+            dit.add_pixel_statistics(clip, self.device)
+        t5 = models.make_t5(self.sizes, self.vocabulary).to(self.device)
+        return dit.Models(models.make_dit(arch).to(self.device), t5, clip, arch.text_len)
+
+    def load_models(self, task: Task, *, trained: bool = False) -> dit.Models:
+        """For image to video: from the part t2v, or `trained` ones of its own."""
+        made, t2v = self.new_models(task), self.load("t2v")
+        made.t5.load_state_dict(t2v["t5"])
+        made.t5.eval().requires_grad_(False)
+        if not trained and task == "i2v":
+            dit.extend(made.dit, t2v["dit"])
+            return made
+        state = self.load(task)
+        made.dit.load_state_dict(state["dit"])
+        made.dit.eval().requires_grad_(False)
+        if made.clip is not None:
+            made.clip.load_state_dict(state["clip"])
+            made.clip.eval().requires_grad_(False)
+        return made
+
+    def load_vae(self) -> vae.Vae:
+        """The trained VAE."""
+        model = models.make_vae(self.sizes).to(self.device)
+        model.load_state_dict(self.load("vae")["vae"])
+        return model.eval().requires_grad_(False)
+
+    def load(self, part: str) -> dict[str, Any]:
+        """What a part left in the work folder."""
+        path = self.work / f"{part}.pt"
+        if not path.is_file():
+            raise SystemExit(f"{path} is missing: train the part {part} first")
+        found: dict[str, Any] = torch.load(path, map_location=self.device)
+        return found
+
+    def write(self) -> None:
+        """Write the folders of all tasks whose parts are trained, and the report."""
+        there = [part for part in PARTS if (self.work / f"{part}.pt").is_file()]
+        out: Path = self.args.out
+        for task in ("t2v", "i2v"):
+            if {"vae", "t2v", task} <= set(there):
+                self.write_task(task, out / task, fp8=True)
+        out.mkdir(parents=True, exist_ok=True)
+        labels = _labels(self.device)
+        Image.fromarray(picture(self.painter, labels)[0].numpy()).save(out / PICTURE)
+        report = self.report(there)
+        (out / REPORT).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        print(f"wrote {out}: {report['bytes']} bytes", flush=True)
+
+    def write_task(self, task: Task, folder: Path, *, fp8: bool) -> None:
+        """One folder. FP8, bf16 and fp16 as shipped, or everything fp32 (for comparisons)."""
+        arch, state = models.architecture(self.sizes, task), self.load(task)
+        export.write_dit(arch, state["dit"], folder, fp8=fp8)
+        if task == "i2v":
+            shapes = models.clip_shapes(self.sizes)
+            dtype = torch.float16 if fp8 else torch.float32
+            export.write_clip(shapes, state["clip"], folder, dtype)
+            export.share(folder.with_name("t2v"), folder)
+            return
+        t5_shapes = models.t5_shapes(self.sizes, self.vocabulary)
+        dtype = torch.bfloat16 if fp8 else torch.float32
+        export.write_t5(t5_shapes, state["t5"], folder, dtype)
+        dtype = torch.float16 if fp8 else torch.float32
+        export.write_vae(models.vae_shapes(self.sizes), self.load("vae")["vae"], folder, dtype)
+        text.make_tokenizer(folder / TOKENIZER_FOLDER)
+
+    def report(self, parts: list[str]) -> dict[str, Any]:
+        """Everything that is known of the training."""
+        cuda = self.device.type == "cuda"
+        files = [path for path in self.args.out.rglob("*") if path.is_file()]
+        own = [path for path in files if not path.is_symlink() and path.name != REPORT]
+        return {
+            "license": LICENSE,
+            "seed": self.args.seed,
+            "device": torch.cuda.get_device_name(self.device) if cuda else platform.machine(),
+            "torch": torch.__version__,
+            "diffusers": diffusers.__version__,
+            "transformers": transformers.__version__,
+            "sizes": asdict(self.sizes),
+            "bytes": sum(path.stat().st_size for path in own if _no_link(path, self.args.out)),
+            "parts": {part: self.load(part)["report"] for part in parts},
+        }
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Parse and run."""
+    Studio(parse(argv)).run()
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    """The command's arguments."""
+    cuda = torch.cuda.is_available()
+    parser = argparse.ArgumentParser(description="Train the demo model; see docs/demo-model.md.")
+    add = parser.add_argument
+    add("--out", type=Path, required=True, help="for the folders t2v/ and i2v/ and the report")
+    add("--work", type=Path, default=Path("build/train_demo"), help="keeps what parts leave")
+    add("--minutes", type=float, default=16.0, help="training time of all parts asked for")
+    add("--parts", type=_parts, default=PARTS, help="some of vae,t2v,i2v")
+    add("--steps", type=_steps, default={}, help="instead of minutes: vae=9000,t2v=12000,...")
+    add("--seed", type=int, default=0)
+    add("--device", choices=("cuda", "cpu"), default="cuda" if cuda else "cpu")
+    add("--quick", action="store_true", help="tiny models, a few steps: tries the code")
+    args = parser.parse_args(argv)
+    if args.device == "cuda":
+        torch.backends.cuda.matmul.allow_tf32 = True
+        torch.backends.cudnn.allow_tf32 = True
+        torch.backends.cudnn.benchmark = True
+    return args
+
+
+def _parts(given: str) -> tuple[str, ...]:
+    parts = tuple(given.split(","))
+    if odd := set(parts) - set(PARTS):
+        raise argparse.ArgumentTypeError(f"no parts: {sorted(odd)}")
+    return parts
+
+
+def _steps(given: str) -> dict[str, int]:
+    return {part: int(count) for part, count in (one.split("=") for one in given.split(","))}
+
+
+def _history(history: History, plan: Plan, batch: int, parameters: int) -> dict[str, Any]:
+    return {
+        "parameters": parameters,
+        "batch": batch,
+        "steps": history.steps,
+        "training_seconds": round(history.seconds, 1),
+        "peak_learning_rate": plan.peak_lr,
+        "losses": [(step, round(loss, 5)) for step, loss in history.losses],
+    }
+
+
+def _labels(device: torch.device) -> Labels:
+    pair = PAIRS.index((SHOWN["color"], SHOWN["background"]))
+    at = (pair, SHAPES.index(SHOWN["shape"]), list(DIRECTIONS).index(SHOWN["direction"]), 1)
+    return Labels(*(torch.tensor([index], device=device) for index in at))
+
+
+def _no_link(path: Path, root: Path) -> bool:
+    """No folder on the way is a link: its files are counted where they are."""
+    between = path.relative_to(root).parents
+    return not any((root / folder).is_symlink() for folder in between)
