@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from shared_offload import cli
 from shared_offload.errors import ConfigError
@@ -64,3 +65,13 @@ def test_runs_as_a_module() -> None:
         check=True,
     )
     assert done.stdout.startswith("shared-offload ")
+
+
+def test_doctor_shows_the_host_and_says_what_does_not_fit(capsys) -> None:
+    assert cli.main(["doctor", "--arena-gb", "0.001"]) == 0
+    shown = capsys.readouterr().out
+    assert f"of {Path('/proc/sys/kernel/shmmni').read_text().strip()} segments" in shown
+    assert torch.__version__ in shown and "An arena of 0.001 GB fits." in shown
+    assert cli.main(["doctor", "--arena-gb", "1e6"]) == 1
+    shown = capsys.readouterr().out
+    assert "PreflightError: " in shown and "hint: " in shown and "fits" not in shown

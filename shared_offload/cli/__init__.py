@@ -11,10 +11,10 @@ import sys
 from collections.abc import Callable, Sequence
 
 from shared_offload import __version__
-from shared_offload.cli import bench, convert, serve_weights, status, stop, synth
+from shared_offload.cli import bench, convert, doctor, serve_weights, status, stop, synth
 from shared_offload.errors import OffloadError
 
-COMMANDS = (synth, convert, serve_weights, status, stop, bench)
+COMMANDS = (doctor, synth, convert, serve_weights, status, stop, bench)
 
 INTERRUPTED = 130  # what a shell reports after Ctrl-C
 
