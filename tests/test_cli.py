@@ -67,7 +67,8 @@ def test_runs_as_a_module() -> None:
     assert done.stdout.startswith("shared-offload ")
 
 
-def test_doctor_shows_the_host_and_says_what_does_not_fit(capsys) -> None:
+def test_doctor_shows_the_host_and_says_what_does_not_fit(capsys, monkeypatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert cli.main(["doctor", "--arena-gb", "0.001"]) == 0
     shown = capsys.readouterr().out
     assert f"of {Path('/proc/sys/kernel/shmmni').read_text().strip()} segments" in shown
