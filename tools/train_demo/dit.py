@@ -20,7 +20,7 @@ from shared_offload.pipeline.conditioning import TIME_STRIDE
 from tools.train_demo import text
 from tools.train_demo.clips import Labels, Painter
 from tools.train_demo.models import velocity
-from tools.train_demo.training import Average, History, Plan, Trainer, train
+from tools.train_demo.training import Average, History, Plan, Trainer, half, train
 from tools.train_demo.vae import encode
 
 BATCH = 256
@@ -46,6 +46,15 @@ class Data:
 
 
 @dataclass(frozen=True, slots=True)
+class Amount:
+    """How many clips to encode: no more than `clips`, `batch` at once, `least` in any case."""
+
+    clips: int
+    batch: int
+    least: int
+
+
+@dataclass(frozen=True, slots=True)
 class Models:
     """What makes latents from captions, and from pictures."""
 
@@ -56,9 +65,15 @@ class Models:
 
 
 @torch.no_grad()
-def make_data(vae: Module, painter: Painter, *, clips: int, batch: int, i2v: bool) -> Data:
-    """Draw and encode clips."""
-    parts = [_encoded(vae, painter, batch, i2v=i2v) for _ in range(-(-clips // batch))]
+def make_data(vae: Module, painter: Painter, amount: Amount, *, seconds: float, i2v: bool) -> Data:
+    """Draw and encode clips: as many as asked for, or as fit into the time."""
+    started = time.monotonic()
+    parts: list[Data] = []
+    while len(parts) * amount.batch < amount.clips:
+        parts.append(_encoded(vae, painter, amount.batch, i2v=i2v))
+        parts[-1].latents.sum().item()  # else the clock runs ahead of the device
+        if len(parts) * amount.batch >= amount.least and time.monotonic() - started > seconds:
+            break
     labels = Labels(*(torch.cat(part) for part in zip(*(p.labels for p in parts), strict=True)))
     conditions = torch.cat([p.conditions for p in parts]) if i2v else None
     pictures = torch.cat([p.pictures for p in parts]) if i2v else None
@@ -104,7 +119,9 @@ def extend(dit: Module, t2v_state: dict[str, Tensor]) -> None:
             state[name].copy_(tensor)
 
 
-def train_dit(models: Models, data: Data, table: Tensor, plan: Plan, *, batch: int) -> History:
+def train_dit(
+    models: Models, data: Data, table: Tensor, plan: Plan, *, batch: int, started: float
+) -> History:
     """Flow matching; `models` hold the average of their weights afterwards."""
     i2v = models.clip is not None
     trained = [models.dit, models.clip if i2v else models.t5]
@@ -127,7 +144,6 @@ def train_dit(models: Models, data: Data, table: Tensor, plan: Plan, *, batch: i
         found = velocity(models.dit, x, sigma, rows, bias, images)
         return (found - (noise - z)).square().mean()
 
-    started = time.monotonic()
     trainer, average = Trainer(loss, parameters, plan), Average(parameters)
     history = train("i2v" if i2v else "t2v", trainer, plan, started, average.update)
     average.apply()
@@ -149,8 +165,9 @@ def _captions(table: Tensor, combination: Tensor, vocabulary: int) -> Tensor:
 def _encoded(vae: Module, painter: Painter, batch: int, *, i2v: bool) -> Data:
     labels = painter.labels(batch)
     clips = painter.clips(labels, spread=1.0 if i2v else T2V_SPREAD)
-    latents = encode(vae, clips)
-    if not i2v:
-        return Data(latents, labels)
-    conditions = with_mask(encode(vae, first_frames(clips)))
+    with half(clips.device):
+        latents = encode(vae, clips)
+        if not i2v:
+            return Data(latents, labels)
+        conditions = with_mask(encode(vae, first_frames(clips)))
     return Data(latents, labels, conditions, clips[:, :, 0])

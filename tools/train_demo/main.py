@@ -12,7 +12,7 @@ import json
 import platform
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -47,17 +47,18 @@ LICENSE = "Apache-2.0, as the project; trained from nothing on clips that the sc
 class Amounts:
     """How much of everything but training."""
 
-    clips: int
-    """Encoded before a DiT is trained."""
-    encoded_at_once: int
+    encoded: dit.Amount
+    """Clips, before a DiT is trained."""
     scored: int
     vae_batch: int
     dit_batch: int
     folded_batches: int
 
 
-FULL = Amounts(24576, 256, 192, vae.BATCH, dit.BATCH, 16)
-QUICK = Amounts(8, 4, 2, vae.QUICK_BATCH, dit.QUICK_BATCH, 2)
+FULL = Amounts(dit.Amount(24576, 256, 4096), 96, vae.BATCH, dit.BATCH, 16)
+QUICK = Amounts(dit.Amount(4, 4, 4), 2, vae.QUICK_BATCH, dit.QUICK_BATCH, 2)
+DATA_SHARE = 0.2
+"""Of a DiT's minutes, at most, for encoding clips."""
 
 
 class Studio:
@@ -102,7 +103,7 @@ class Studio:
         amounts = self.amounts
         model = models.make_vae(self.sizes).to(self.device)
         history = vae.train_vae(model, self.painter, plan, batch=amounts.vae_batch)
-        batch = amounts.encoded_at_once
+        batch = amounts.encoded.batch
         vae.fold(model, self.painter, batches=amounts.folded_batches, batch=batch)
         report = _history(history, plan, amounts.vae_batch, models.parameters(model))
         report |= vae.quality(model, self.painter, batch=batch)
@@ -113,23 +114,26 @@ class Studio:
         amounts, i2v = self.amounts, task == "i2v"
         autoencoder = self.load_vae()
         made = self.load_models(task) if i2v else self.new_models("t2v")
-        begun = time.monotonic()
-        data = dit.make_data(
-            autoencoder,
-            self.painter,
-            clips=amounts.clips,
-            batch=amounts.encoded_at_once,
-            i2v=i2v,
+        started = time.monotonic()
+        seconds = DATA_SHARE * plan.seconds if plan.steps is None else float("inf")
+        data = dit.make_data(autoencoder, self.painter, self.encoded(), seconds=seconds, i2v=i2v)
+        clips = len(data.latents)
+        print(f"{task}: {clips} clips in {time.monotonic() - started:.0f} s", flush=True)
+        history = dit.train_dit(
+            made, data, self.table, plan, batch=amounts.dit_batch, started=started
         )
-        print(f"{task}: data in {time.monotonic() - begun:.0f} s", flush=True)
-        history = dit.train_dit(made, data, self.table, plan, batch=amounts.dit_batch)
         trained = (made.dit, made.clip if i2v else made.t5)
         report = _history(history, plan, amounts.dit_batch, models.parameters(*trained))
-        report["clips"] = amounts.clips
+        report["clips"] = clips
         report["scores"] = score(made, autoencoder, self.painter, self.table, count=amounts.scored)
         encoder = {"clip": made.clip} if i2v else {"t5": made.t5}
         states = {name: module.state_dict() for name, module in encoder.items()}
         return {"dit": made.dit.state_dict(), **states, "report": report}
+
+    def encoded(self) -> dit.Amount:
+        """How many clips a DiT is trained on."""
+        amount = self.amounts.encoded
+        return replace(amount, clips=self.args.clips or amount.clips)
 
     def new_models(self, task: Task) -> dit.Models:
         """Untrained ones."""
@@ -235,6 +239,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--minutes", type=float, default=16.0, help="training time of all parts asked for")
     add("--parts", type=_parts, default=PARTS, help="some of vae,t2v,i2v")
     add("--steps", type=_steps, default={}, help="instead of minutes: vae=9000,t2v=12000,...")
+    add("--clips", type=int, help="to train a DiT on; else as many as fit")
     add("--seed", type=int, default=0)
     add("--device", choices=("cuda", "cpu"), default="cuda" if cuda else "cpu")
     add("--quick", action="store_true", help="tiny models, a few steps: tries the code")

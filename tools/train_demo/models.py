@@ -100,7 +100,9 @@ def make_vae(sizes: Sizes) -> Any:  # noqa: ANN401  diffusers has no types
 def make_t5(sizes: Sizes, vocabulary: int) -> Any:  # noqa: ANN401  transformers has no types
     """An untrained text encoder."""
     shapes = t5_shapes(sizes, vocabulary)
-    return UMT5EncoderModel(text_encoder.read_config(_on_meta(shapes), Path("t5")))
+    config = text_encoder.read_config(_on_meta(shapes), Path("t5"))
+    config.dropout_rate = 0.0  # only training sees it; a model this small has nothing to spare
+    return UMT5EncoderModel(config)
 
 
 def make_clip(sizes: Sizes) -> Any:  # noqa: ANN401  transformers has no types

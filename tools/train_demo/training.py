@@ -50,6 +50,13 @@ class History:
     losses: list[tuple[int, float]] = field(default_factory=list)
 
 
+def half(device: torch.device) -> contextlib.AbstractContextManager[None]:
+    """bf16 autocast on CUDA; a graph must not hold its cache of cast weights."""
+    if device.type != "cuda":
+        return contextlib.nullcontext()
+    return torch.autocast("cuda", torch.bfloat16, cache_enabled=False)
+
+
 class Trainer:
     """AdamW on `parameters` for `loss()`; on CUDA in bf16 autocast and as one graph."""
 
@@ -84,8 +91,7 @@ class Trainer:
 
     def _whole_step(self) -> Tensor:
         self._optimizer.zero_grad(set_to_none=False)
-        half = torch.autocast("cuda", torch.bfloat16, cache_enabled=False)
-        with half if self._captured else contextlib.nullcontext():
+        with half(self.device):
             loss = self._loss()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self._parameters, GRADIENT_LIMIT, foreach=True)

@@ -72,7 +72,7 @@ def fold(vae: Vae, painter: Painter, *, batches: int, batch: int) -> None:
 def encode(vae: Vae, clips: Tensor) -> Tensor:
     """Latents (B, C, T, Y, X) with Wan's mean and deviation taken out."""
     mean, std = (part.view(1, -1, 1, 1, 1) for part in constants(vae))
-    found: Tensor = (vae.encode(clips).latent_dist.mode() - mean) / std
+    found: Tensor = (vae.encode(clips).latent_dist.mode().float() - mean) / std
     return found
 
 

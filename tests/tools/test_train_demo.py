@@ -1,0 +1,160 @@
+"""Training of the demo model, tried with tiny models and a few steps.
+
+What it writes must be, to the pipeline, what it trained: its own sampler in batches of diffusers'
+and transformers' modules, against whole pipelines on the files.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from diffusers import AutoencoderKLWan
+from torch import Tensor
+
+from shared_offload.config import Settings
+from shared_offload.pipeline import conditioning
+from shared_offload.pipeline.generate import Pipeline, Video
+from shared_offload.pipeline.text_encoder import load_tokenizer
+from shared_offload.pipeline.vae import Vae
+from shared_offload.synth.parts import TOKENIZER_FOLDER, VAE_FILE
+from shared_offload.weights.pth import load_pth
+from tests.reference.options import FP8
+from tools.train_demo import dit, sampling, text, vae
+from tools.train_demo.clips import Painter
+from tools.train_demo.main import PICTURE, REPORT, Studio, parse
+
+PROMPT = "A red circle moves right on a blue background"
+STEPS = 4
+GUIDED = {"infer_steps": STEPS, "enable_cfg": True, "sample_guide_scale": 4}
+FEW = {"model_cls": "wan2.1_distill", "denoising_step_list": list(sampling.FEW_STEPS)}
+SEED = 7
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+
+@dataclass(frozen=True)
+class Trained:
+    studio: Studio
+    out: Path
+    plain: Path
+
+    def video(self, folder: Path, task: str, **options: Any) -> Video:
+        small = {
+            "model_path": str(folder / task),
+            "size": [64, 64],
+            "num_frames": 17,
+            "device": "cpu",
+            "sample_shift": dit.SHIFT,
+            "prompt": PROMPT,
+            "seed": SEED,
+        }
+        if task == "i2v":
+            small["image_path"] = str(self.out / PICTURE)
+        settings = Settings.from_json_and_flags({**small, **options}, {"task": task})
+        with Pipeline(settings) as pipeline:
+            return pipeline.generate()
+
+    def given(self, task: str) -> sampling.Given:
+        tokenizer = load_tokenizer(self.studio.work / TOKENIZER_FOLDER)
+        ids = text.token_ids(tokenizer, [PROMPT])
+        if task == "t2v":
+            return sampling.Given(ids)
+        picture = conditioning.load_image(self.out / PICTURE)[None]
+        clip = picture[:, :, None].expand(-1, -1, 17, -1, -1)
+        latents = vae.encode(self.studio.load_vae(), dit.first_frames(clip))
+        return sampling.Given(ids, dit.with_mask(latents), picture)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    folder = tmp_path_factory.mktemp("trained")
+    flags = ["--quick", "--device", "cpu", "--work", str(folder / "work")]
+    studio = Studio(parse([*flags, "--out", str(folder / "out")]))
+    studio.run()
+    for task in ("t2v", "i2v"):
+        studio.write_task(task, folder / "plain" / task, fp8=False)
+    return Trained(studio, folder / "out", folder / "plain")
+
+
+@pytest.fixture(scope="module")
+def noise() -> Tensor:
+    return conditioning.initial_noise(conditioning.latent_shape(17, 64, 64), SEED)[None]
+
+
+def difference(found: Tensor, wanted: Tensor) -> float:
+    return float((found - wanted).square().mean().sqrt() / wanted.square().mean().sqrt())
+
+
+@pytest.mark.parametrize("task", ["t2v", "i2v"])
+def test_the_pipeline_samples_what_was_trained(trained: Trained, noise: Tensor, task: str) -> None:
+    models = trained.studio.load_models(task, trained=True)
+    given = trained.given(task)
+    guided = sampling.sample(models, given, noise, steps=STEPS)
+    made = trained.video(trained.plain, task, dtype="FP32", **GUIDED)
+    assert difference(made.latents, guided[0]) < 1e-5
+    decoded = (vae.decode(trained.studio.load_vae(), guided)[0].permute(1, 2, 3, 0) + 1) * 127.5
+    assert made.frames is not None
+    assert (made.frames.float() - decoded).abs().max() < 0.51
+    few = trained.video(trained.plain, task, dtype="FP32", **FEW)
+    assert difference(few.latents, sampling.sample_few(models, given, noise)[0]) < 1e-5
+    shipped = trained.video(trained.out, task, **FP8, **GUIDED)
+    assert 1e-4 < difference(shipped.latents, guided[0]) < 0.1
+    other = trained.video(trained.plain, task, dtype="FP32", **GUIDED | {"prompt": "two dogs"})
+    assert difference(other.latents, guided[0]) > 1e-3, "or the prompt was not compared"
+
+
+def test_the_picture_tells_in_the_image_rows(trained: Trained) -> None:
+    models = trained.studio.load_models("i2v", trained=True)
+    pictures = trained.given("i2v").pictures
+    assert models.clip is not None and pictures is not None
+    rows = dit.image_rows(models.clip, torch.cat((pictures, -pictures)))
+    assert difference(rows[1], rows[0]) > 1e-2
+
+
+def test_latents_have_wans_mean_and_deviation(trained: Trained) -> None:
+    """By the pipeline's VAE from the file, on clips that training did not see."""
+    torch.manual_seed(1234)
+    painter = trained.studio.painter
+    clips = painter.clips(painter.labels(24), spread=1.0)
+    encoder = Vae.load(trained.out / "t2v" / VAE_FILE, device="cpu", dtype=torch.float32)
+    latents = torch.stack([encoder.encode(clip) for clip in clips])
+    assert latents.mean((0, 2, 3, 4)).abs().max() < 0.2
+    assert (latents.std((0, 2, 3, 4)) - 1).abs().max() < 0.2
+    decoded = encoder.decode(latents[0])
+    raw = trained.studio.load_vae()
+    assert (decoded - vae.decode(raw, vae.encode(raw, clips[:1]))[0]).abs().max() < 0.02
+
+
+def test_folding_changes_the_scale_of_latents_and_no_pixel() -> None:
+    torch.manual_seed(3)
+    model = AutoencoderKLWan(base_dim=4).eval().requires_grad_(False)
+    painter = Painter(torch.device("cpu"))
+    clips = painter.clips(painter.labels(6), spread=1.0)
+    before = model.decode(model.encode(clips).latent_dist.mode()).sample
+    vae.fold(model, painter, batches=3, batch=8)
+    after = model.decode(model.encode(clips).latent_dist.mode()).sample
+    assert (after - before).abs().max() < 1e-4
+    latents = vae.encode(model, clips)
+    assert latents.mean((0, 2, 3, 4)).abs().max() < 0.3
+    assert (latents.std((0, 2, 3, 4)) - 1).abs().max() < 0.3
+
+
+def test_the_folders_are_wans(trained: Trained) -> None:
+    report: Mapping[str, Any] = json.loads((trained.out / REPORT).read_text())
+    assert set(report["parts"]) == {"vae", "t2v", "i2v"}
+    links = sorted(p.name for p in (trained.out / "i2v").rglob("*") if p.is_symlink())
+    assert links == ["Wan2.1_VAE.pth", "models_t5_umt5-xxl-enc-bf16.pth", "umt5-xxl"]
+    assert all(
+        not str(p.readlink()).startswith("/")
+        for p in (trained.out / "i2v").rglob("*")
+        if p.is_symlink()
+    )
+    assert (
+        load_pth(trained.out / "i2v" / VAE_FILE).keys()
+        == load_pth(trained.plain / "t2v" / VAE_FILE).keys()
+    )
