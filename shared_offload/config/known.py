@@ -51,7 +51,7 @@ IGNORED = _names(
     "layer_norm_type modulate_type clip_attn_type use_compile",
     # Memory housekeeping that is not needed here.
     "clean_cuda_cache empty_cache_min_free_gib empty_cache_min_reclaimable_gib load_from_rank0 "
-    "use_stream_vae warmup",
+    "use_stream_vae warmup t5_offload_granularity",
     # Details of features that are off, or refused by their own key below.
     "tae_path need_scaled cfg_scale teacache_thresh "
     "use_ret_steps coefficients residual_diff_threshold downsample_factor magcache_thresh "
@@ -105,6 +105,9 @@ REFUSED: dict[str, Refused] = {
         ("dmd2", None), 'only step-distilled models run, with model_cls "wan2.1_distill"'
     ),
     "mm_config": Refused(_NONE, "use dit_quantized and dit_quant_scheme instead"),
+    "offload_ratio": Refused(
+        (1, 1.0, None), "set it to 1, and resident_blocks to the blocks that stay"
+    ),
     "enable_reuse": Refused(_OFF, "set it to false"),
     "video_frame_interpolation": Refused(_NONE, "remove it and interpolate the finished file"),
     "video_super_resolution": Refused(_NONE, "remove it and scale the finished file"),
