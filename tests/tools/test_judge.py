@@ -6,10 +6,9 @@ import itertools
 
 import pytest
 import torch
-from PIL import Image, ImageDraw
-from torch import Tensor
 
 from tests.reference.judge import BACKGROUND_COLORS, OBJECT_COLORS, judge
+from tests.reference.pictures import picture
 from tools.train_demo.clips import DIRECTIONS, Painter, combinations
 from tools.train_demo.scores import rates, verdicts
 
@@ -43,28 +42,13 @@ def test_other_labels_score_as_chance_does(drawn) -> None:
     assert shuffled["all but shape"] < 0.1
 
 
-def picture(color: tuple, ground: tuple, shape: str, centre: tuple[float, float]) -> Tensor:
-    """A frame drawn by another library, at four times the size and shrunk."""
-    image = Image.new("RGB", (256, 256), ground)
-    draw, (x, y), r = ImageDraw.Draw(image), [4 * c for c in centre], 36
-    if shape == "circle":
-        draw.ellipse((x - r, y - r, x + r, y + r), fill=color)
-    elif shape == "square":
-        draw.rectangle((x - r, y - r, x + r, y + r), fill=color)
-    else:
-        draw.polygon(((x, y - r), (x - r, y + r), (x + r, y + r)), fill=color)
-    small = image.resize((64, 64), Image.Resampling.BOX)
-    return torch.frombuffer(bytearray(small.tobytes()), dtype=torch.uint8).view(64, 64, 3)
-
-
 def test_it_reads_pictures_of_another_hand() -> None:
     pairs = [p for p in itertools.product(OBJECT_COLORS, BACKGROUND_COLORS) if p[0] != p[1]]
     ways = itertools.cycle(itertools.product(("circle", "square", "triangle"), DIRECTIONS))
     for (color, ground), (shape, direction) in zip(pairs, ways, strict=False):
         dx, dy = DIRECTIONS[direction]
-        rgb, behind = OBJECT_COLORS[color], BACKGROUND_COLORS[ground]
         frames = [
-            picture(rgb, behind, shape, (32 + dx * (t - 8), 32 + dy * (t - 8))) for t in range(17)
+            picture(color, ground, shape, (32 + dx * (t - 8), 32 + dy * (t - 8))) for t in range(17)
         ]
         seen = judge(torch.stack(frames))
         assert (seen.color, seen.background) == (color, ground)
@@ -77,7 +61,7 @@ def test_nothing_is_no_object_and_what_stands_does_not_move() -> None:
     seen = judge(empty)
     assert (seen.color, seen.shape, seen.direction) == (None, None, None)
     assert (seen.background, seen.steady) == ("gray", 0.0)
-    still = picture(OBJECT_COLORS["red"], (0, 0, 0), "circle", (30, 30)).repeat(17, 1, 1, 1)
+    still = picture("red", "black", "circle", (30, 30)).repeat(17, 1, 1, 1)
     assert (judge(still).color, judge(still).direction) == ("red", None)
     vanishing = torch.cat((still[:8], torch.zeros_like(still[:9])))
     assert judge(vanishing).steady == pytest.approx(8 / 17)

@@ -36,6 +36,7 @@ SPEEDS = {"slowly": (10, 14), "quickly": (24, 30)}  # pixels from the first fram
 RADIUS = (8, 12)
 MARGIN = 2  # pixels between a shape and the edge
 EDGE = 2.0  # steepness of an edge, per pixel
+JITTER = 12.0  # levels, where clips stand for pictures of any origin
 
 PAIRS = [(o, b) for o, b in itertools.product(OBJECTS, BACKGROUNDS) if o != b]
 
@@ -137,10 +138,11 @@ class Painter:
         sizes = (len(PAIRS), len(SHAPES), len(DIRECTIONS), len(SPEEDS))
         return Labels(*(torch.randint(n, (count,), device=self._device) for n in sizes))
 
-    def clips(self, labels: Labels, *, spread: float) -> Tensor:
+    def clips(self, labels: Labels, *, spread: float, jitter: float = 0.0) -> Tensor:
         """(B, 3, F, H, W) in [-1, 1].
 
         `spread` is how far from the middle a path may lie: 1 anywhere in the picture, 0 centred.
+        `jitter` is how many levels of 255 a channel of a colour may be off.
         """
         radius = self._between(*RADIUS, like=labels.pair)
         slowest, fastest = self._speeds[labels.speed].unbind(-1)
@@ -154,10 +156,17 @@ class Painter:
         distance = self._distance(centre_BF2, radius, labels.shape)
         ink = torch.sigmoid(-EDGE * distance)[:, None]
         colors, grounds = (
-            table[labels.pair][:, :, None, None, None]
+            self._jittered(table[labels.pair], jitter)[:, :, None, None, None]
             for table in (self._colors, self._backgrounds)
         )
         return colors * ink + grounds * (1 - ink)
+
+    @staticmethod
+    def _jittered(colors_B3: Tensor, levels: float) -> Tensor:
+        if not levels:
+            return colors_B3
+        off = (2 * torch.rand_like(colors_B3) - 1) * levels / 127.5
+        return (colors_B3 + off).clamp(-1, 1)
 
     def _between(self, low: Tensor | float, high: Tensor | float, *, like: Tensor) -> Tensor:
         return low + (high - low) * torch.rand(len(like), device=self._device)

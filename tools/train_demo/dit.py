@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from shared_offload.pipeline import image_encoder
 from shared_offload.pipeline.conditioning import TIME_STRIDE
 from tools.train_demo import text
-from tools.train_demo.clips import Labels, Painter
+from tools.train_demo.clips import JITTER, Labels, Painter
 from tools.train_demo.models import velocity
 from tools.train_demo.training import Average, History, Plan, Trainer, half, train
 from tools.train_demo.vae import encode
@@ -78,6 +78,13 @@ def make_data(vae: Module, painter: Painter, amount: Amount, *, seconds: float, 
     conditions = torch.cat([p.conditions for p in parts]) if i2v else None
     pictures = torch.cat([p.pictures for p in parts]) if i2v else None
     return Data(torch.cat([p.latents for p in parts]), labels, conditions, pictures)
+
+
+def draw(painter: Painter, labels: Labels, *, i2v: bool) -> Tensor:
+    """Clips as a task trains on them."""
+    if i2v:
+        return painter.clips(labels, spread=1.0, jitter=JITTER)
+    return painter.clips(labels, spread=T2V_SPREAD)
 
 
 def with_mask(latents: Tensor) -> Tensor:
@@ -164,7 +171,7 @@ def _captions(table: Tensor, combination: Tensor, vocabulary: int) -> Tensor:
 
 def _encoded(vae: Module, painter: Painter, batch: int, *, i2v: bool) -> Data:
     labels = painter.labels(batch)
-    clips = painter.clips(labels, spread=1.0 if i2v else T2V_SPREAD)
+    clips = draw(painter, labels, i2v=i2v)
     with half(clips.device):
         latents = encode(vae, clips)
         if not i2v:

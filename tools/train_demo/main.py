@@ -90,7 +90,8 @@ class Studio:
         for part in asked:
             torch.manual_seed(self.args.seed + PARTS.index(part))
             seconds = 60 * self.args.minutes * SHARES[part] / total
-            plan = Plan(seconds=seconds, steps=steps.get(part), **PLANS[part])  # type: ignore[arg-type]
+            captured = not self.args.eager
+            plan = Plan(seconds, steps.get(part), captured=captured, **PLANS[part])
             begun = time.monotonic()
             state = trainers[part](plan)
             state["report"]["seconds_with_data_and_scores"] = round(time.monotonic() - begun, 1)
@@ -242,6 +243,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--clips", type=int, help="to train a DiT on; else as many as fit")
     add("--seed", type=int, default=0)
     add("--device", choices=("cuda", "cpu"), default="cuda" if cuda else "cpu")
+    add("--eager", action="store_true", help="no CUDA graphs: four times slower")
     add("--quick", action="store_true", help="tiny models, a few steps: tries the code")
     args = parser.parse_args(argv)
     if args.device == "cuda":

@@ -37,7 +37,7 @@ class Given:
 
 @torch.no_grad()
 def sample(
-    models: Models, given: Given, noise: Tensor, *, steps: int = 20, guidance: float = 4.0
+    models: Models, given: Given, noise: Tensor, *, steps: int = 10, guidance: float = 4.0
 ) -> Tensor:
     """Latents by UniPC with guidance, on Wan's grid."""
     solver: Any = UniPCMultistepScheduler(

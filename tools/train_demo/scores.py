@@ -12,7 +12,7 @@ from shared_offload.pipeline.video import to_uint8
 from tests.reference.judge import Verdict, judge
 from tools.train_demo import vae
 from tools.train_demo.clips import Labels, Names, Painter, combinations
-from tools.train_demo.dit import T2V_SPREAD, Models, first_frames, with_mask
+from tools.train_demo.dit import Models, draw, first_frames, with_mask
 from tools.train_demo.sampling import Given, sample, sample_few
 
 ASKED = ("color", "background", "shape", "direction")
@@ -32,7 +32,7 @@ def score(
     """
     i2v = models.clip is not None
     labels = painter.labels(count)
-    clips = painter.clips(labels, spread=1.0 if i2v else T2V_SPREAD)
+    clips = draw(painter, labels, i2v=i2v)
     names = [combinations()[at] for at in labels.combination.tolist()]
     given = Given(table[labels.combination, PLAIN_CAPTION])
     if i2v:
@@ -40,8 +40,8 @@ def score(
         given = Given(given.ids, condition, clips[:, :, 0])
     noise = torch.randn_like(vae.encode(autoencoder, clips))
     ways = {
-        "guidance 4, 20 steps": sample(models, given, noise),
-        "guidance 1, 20 steps": sample(models, given, noise, guidance=1.0),
+        "guidance 4, 10 steps": sample(models, given, noise),
+        "guidance 1, 10 steps": sample(models, given, noise, guidance=1.0),
         "guidance 1, 4 Euler steps": sample_few(models, given, noise),
     }
     made = {way: vae.decode(autoencoder, latents) for way, latents in ways.items()}

@@ -47,7 +47,7 @@ def token_ids(tokenizer: Any, prompts: Sequence[str]) -> Tensor:  # noqa: ANN401
 def no_caption(count: int, device: torch.device) -> Tensor:
     """The ids of an empty prompt: its end alone."""
     ids = torch.zeros(count, PLACES, dtype=torch.int64, device=device)
-    ids[:, 0] = END
+    ids[:, 0].fill_(END)
     return ids
 
 

@@ -33,6 +33,8 @@ class Plan:
     peak_lr: float
     warmup: int
     weight_decay: float
+    captured: bool = True
+    """As a CUDA graph, on CUDA."""
 
     def lr(self, step: int, steps: int | None) -> float:
         """A rise, then a cosine down to nothing; `steps` is None until the pace is known."""
@@ -65,7 +67,7 @@ class Trainer:
     ) -> None:
         self._loss, self._parameters = loss, list(parameters)
         self.device = self._parameters[0].device
-        self._captured = self.device.type == "cuda"
+        self._captured = plan.captured and self.device.type == "cuda"
         lr = torch.tensor(plan.peak_lr, device=self.device) if self._captured else plan.peak_lr
         self._optimizer = torch.optim.AdamW(
             self._parameters,

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from shared_offload.pipeline.conditioning import LATENT_CHANNELS
-from tools.train_demo.clips import Painter
+from tools.train_demo.clips import JITTER, Painter
 from tools.train_demo.training import History, Plan, Trainer, train
 
 BATCH = 16
@@ -33,8 +33,8 @@ def train_vae(vae: Vae, painter: Painter, plan: Plan, *, batch: int) -> History:
     """Train on clips at their full length: trained on 9 frames, it fails from the tenth on."""
 
     def loss() -> Tensor:
-        clips = painter.clips(painter.labels(batch), spread=1.0)
-        clips[:: max(STILL, 2), :, 1:] = 0.0
+        clips = painter.clips(painter.labels(batch), spread=1.0, jitter=JITTER)
+        clips[::STILL, :, 1:].zero_()
         latents = vae.encode(clips).latent_dist.mean
         decoded = vae.decode(latents + NOISE * torch.randn_like(latents)).sample
         middle = clips.mean((2, 3, 4), keepdim=True)
@@ -94,7 +94,7 @@ def constants(vae: Vae) -> tuple[Tensor, Tensor]:
 @torch.no_grad()
 def quality(vae: Vae, painter: Painter, *, batch: int) -> dict[str, object]:
     """PSNR of decoded clips over all frames and in the worst frame, and statistics of latents."""
-    clips = painter.clips(painter.labels(batch), spread=1.0)
+    clips = painter.clips(painter.labels(batch), spread=1.0, jitter=JITTER)
     latents = encode(vae, clips)
     error = ((decode(vae, latents) - clips) / 2).square().mean((0, 1, 3, 4))
     return {
@@ -106,7 +106,7 @@ def quality(vae: Vae, painter: Painter, *, batch: int) -> dict[str, object]:
 
 
 def _mode(vae: Vae, painter: Painter, batch: int) -> Tensor:
-    clips = painter.clips(painter.labels(batch), spread=1.0)
+    clips = painter.clips(painter.labels(batch), spread=1.0, jitter=JITTER)
     found: Tensor = vae.encode(clips).latent_dist.mode()
     return found
 
