@@ -17,8 +17,14 @@ test: setup check  ## all tests (15 minutes on 2 cores)
 	@tools/system_packages.sh
 	$(PY) -m pytest
 
+# Left out of `make quick`: tests that start process after process, or wait a lot.
+PROCESSES := $(addprefix --ignore=tests/,matrix multirank numa ranks server tools \
+	memory/test_kills.py memory/test_sharing.py pipeline/test_failures.py \
+	pipeline/test_lazy_load.py pipeline/test_ready_configs.py pipeline/test_release.py \
+	pipeline/test_weight_server.py streaming/test_disk.py test_infer.py)
+
 quick: setup  ## a first answer within a minute
-	$(PY) -m pytest -m "not slow and not numa_vm" -x
+	$(PY) -m pytest -q -n 2 --dist loadfile -m "not slow and not numa_vm" -x $(PROCESSES)
 
 gpu: setup  ## the tests that need one or two GPUs
 	$(PY) -m pytest -m "gpu or multigpu"
