@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -16,6 +17,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import psutil
 import pytest
 import torch
+
+# A shell that starts this in the background may have SIGINT ignored, which children would inherit;
+# tests that interrupt programs need what a person at a terminal has.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def segments() -> set[str]:

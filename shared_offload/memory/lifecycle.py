@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import atexit
 from collections.abc import Sequence
+from contextlib import suppress
 
 from shared_offload.errors import ArenaError, OffloadError, PinningError, raise_all
 from shared_offload.memory.arena import Mapping, Ticket, attach, find_segment
@@ -60,11 +61,16 @@ def open_arena(
     try:
         return opening.run()
     except BaseException as error:
+        opening.meet()
         failure = opening.vigil.fail(error)
         opening.release()
         if isinstance(error, OffloadError) and failure.to_json() != error.to_json():
             raise failure from error
         raise
+
+
+def _claim_key(rank: int) -> str:
+    return f"claim/{rank}"
 
 
 class _Opening:
@@ -86,6 +92,7 @@ class _Opening:
         self._registrar = registrar
         self._observer = observer
         self.vigil = Vigil(party.board, party.me, request.name)
+        self._met = False
         self._obtained: Mapping | None = None
         self._mapping: Mapping | None = None
         self._pins: Pins | None = None
@@ -104,6 +111,17 @@ class _Opening:
         for rank in waits_for:
             self.vigil.wait(f"{OPEN}/{rank}")
         return HostArena(ticket, domains, domain, mapping, self._pins, self.vigil)
+
+    def meet(self) -> None:
+        """Know whoever has claimed by now, if not yet all: one of them speaks for this rank.
+
+        For a rank that ends before it has read the claims of the others.
+        """
+        if self._met:
+            return
+        with suppress(OffloadError):  # the board may have gone
+            found = map(self.vigil.read, map(_claim_key, range(self._party.world_size)))
+            self.vigil.watch(claim_from_json(note).member for note in found if note)
 
     def release(self) -> None:
         """Give back all that a failed opening holds."""
@@ -132,10 +150,11 @@ class _Opening:
             limits=read_limits(),
             offer=self._lender.offer(party.me) if self._lender else None,
         )
-        vigil.publish(f"claim/{party.me.rank}", mine.to_json())
-        notes = (vigil.wait(f"claim/{rank}") for rank in range(party.world_size))
+        vigil.publish(_claim_key(party.me.rank), mine.to_json())
+        notes = (vigil.wait(_claim_key(rank)) for rank in range(party.world_size))
         claims = [claim_from_json(note) for note in notes]
         vigil.watch(claim.member for claim in claims)
+        self._met = True
         domains = form_domains(claims)
         raise_all(find_problems(domains))
         if party.me.rank == 0:
