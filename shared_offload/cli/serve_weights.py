@@ -9,7 +9,7 @@ from typing import Any
 from shared_offload.config import Settings, dit_path, load_settings
 from shared_offload.errors import ConfigError
 from shared_offload.memory import numa
-from shared_offload.pipeline.arena_blocks import plan_arena, read_threads
+from shared_offload.pipeline.arena_blocks import plan_arena
 from shared_offload.pipeline.inventory import index_dit
 from shared_offload.report.arena_table import GIB, arena_table
 from shared_offload.report.progress import Progress
@@ -112,8 +112,7 @@ def open_recipe(order: Order, progress: Progress) -> Recipe:
     """Index the checkpoint that is ordered; reads headers, and with `verify_weights` every byte."""
     settings = Settings.from_json_and_flags(order, {})
     checkpoint = index_dit(settings).checkpoint
-    threads = read_threads(settings)
-    plan = plan_arena(settings, checkpoint, progress, name="served", threads=threads)
+    plan = plan_arena(settings, checkpoint, progress, name="served")
     return Recipe(
         path=str(dit_path(settings).resolve()),
         request=plan.request,

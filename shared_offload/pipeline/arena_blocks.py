@@ -60,13 +60,12 @@ def open_blocks(
     progress: Progress,
     *,
     name: str,
-    threads: int,
 ) -> ArenaBlocks:
     """Collective. Open the arena of the settings' scope and stream from it.
 
     `name` is new for every opening of a run. The caller closes the source, then the arena.
     """
-    plan = plan_arena(settings, checkpoint, progress, name=name, threads=threads)
+    plan = plan_arena(settings, checkpoint, progress, name=name)
     with ArenaTeller(progress) as teller:
         arena = open_arena(
             plan.request,
@@ -92,7 +91,7 @@ def open_blocks(
 
 
 def plan_arena(
-    settings: Settings, checkpoint: Checkpoint, progress: Progress, *, name: str, threads: int
+    settings: Settings, checkpoint: Checkpoint, progress: Progress, *, name: str
 ) -> ArenaPlan:
     """What is to be in the arena, and how it gets there; with `verify_weights` reads every byte."""
     layout = checkpoint.layout(settings.compute_dtype)
@@ -102,7 +101,7 @@ def plan_arena(
         nbytes=layout.arena_nbytes,
         boundaries=[unit.offset for unit in units],
     )
-    return ArenaPlan(units, request, _filler(checkpoint, layout, threads))
+    return ArenaPlan(units, request, _filler(checkpoint, layout, read_threads(settings)))
 
 
 def read_threads(settings: Settings) -> int:

@@ -77,19 +77,15 @@ def load_dit(
         cross_attention=cross_attention.run,
         exchange=SINGLE if ranks.seq_group is None else Ulysses(ranks.seq_group),
     )
-    threads = read_threads(settings)
     if settings.lazy_load:
         source, ring = open_disk_blocks(settings, checkpoint, ranks, progress, name=name)
         return LoadedDit(model, source, names, ring)
     if settings.cpu_offload:
-        source, arena = open_blocks(
-            settings, checkpoint, ranks, progress, name=name, threads=threads
-        )
+        source, arena = open_blocks(settings, checkpoint, ranks, progress, name=name)
         return LoadedDit(model, source, names, arena)
     units = checkpoint.layout(settings.compute_dtype).units("block")
-    return LoadedDit(
-        model, _resident(units, checkpoint, ranks.device, progress, threads), names, None
-    )
+    source = _resident(units, checkpoint, ranks.device, progress, read_threads(settings))
+    return LoadedDit(model, source, names, None)
 
 
 def _kernels(settings: Settings, ranks: Ranks, progress: Progress) -> tuple[Attention, Attention]:

@@ -248,6 +248,7 @@ def test_a_warm_start_is_faster_than_a_cold_one(studio, server, large) -> None:
             "t2v",
             **SHARED,
             model_path=str(large),
+            load_threads=2,
             weight_server=weight_server,
             weight_server_folder=str(server.folder),
         )
@@ -259,7 +260,6 @@ def test_a_warm_start_is_faster_than_a_cold_one(studio, server, large) -> None:
             ranks,
             Progress(enabled=False),
             name=f"dit {next(opened)}",
-            threads=2,
         )
         seconds = time.monotonic() - begun
         blocks.source.close()
