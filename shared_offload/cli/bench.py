@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 
-from shared_offload.bench import load, register, step, stream
+from shared_offload.bench import load, register, step, stream, vae
 
-MEASUREMENTS = (step, stream, load, register)
+MEASUREMENTS = (step, stream, vae, load, register)
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
