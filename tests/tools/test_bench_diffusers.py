@@ -64,12 +64,14 @@ def test_a_mode_that_fails_ends_no_other(tmp_path: Path) -> None:
     assert ran.returncode == 0 and failed["note"] in ran.stdout
 
 
-def test_no_mode_begins_after_the_time(tmp_path: Path) -> None:
-    flags = ["--budget-seconds", "0", "--modes", "bf16-resident,fp8-cast-resident"]
-    found, ran = bench(tmp_path / "f.json", *flags)
-    assert [row["status"] for row in found["rows"]] == ["not run", "not run"]
-    assert found["rows"][0]["note"] == "the time was up"
-    assert ran.returncode == 1
+def test_no_mode_begins_after_the_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(command, "_worker", lambda *_: pytest.fail("a process began"))
+    flags = ["--size", "tiny", "--budget-seconds", "0", "--modes", "bf16-resident,ours-fp8"]
+    assert command.main([*flags, "--json", str(tmp_path / "f.json")]) == 1
+    rows = json.loads((tmp_path / "f.json").read_text())["rows"]
+    assert [row["mode"] for row in rows] == ["ours-fp8", "bf16-resident"]
+    assert {(row["status"], row["note"]) for row in rows} == {("not run", "the time was up")}
 
 
 def dies(modes, settings, rows) -> None:

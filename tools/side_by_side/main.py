@@ -10,7 +10,7 @@ import multiprocessing
 import signal
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import closing, suppress
 from dataclasses import asdict
 from itertools import groupby
@@ -112,7 +112,7 @@ def _modes(text: str) -> tuple[Mode, ...]:
     return tuple(mode for mode in MODES if mode.name in wanted)
 
 
-def _rows(modes: Sequence[Mode], settings: Settings) -> Iterator[Row]:
+def _rows(modes: Sequence[Mode], settings: Settings) -> Generator[Row, None, None]:
     """Every mode's, from workers."""
     for _, family in groupby(modes, key=lambda mode: mode.family):
         left = []

@@ -197,13 +197,13 @@ def ours(mode: Mode, settings: Settings, device: torch.device) -> list[Row]:
 def _mark(device: torch.device) -> Any:  # noqa: ANN401
     if device.type != "cuda":
         return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
+    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
     event.record()
     return event
 
 
 def _between(begin: Any, end: Any) -> float:  # noqa: ANN401
-    return end - begin if isinstance(begin, float) else begin.elapsed_time(end) / 1e3
+    return float(end - begin if isinstance(begin, float) else begin.elapsed_time(end) / 1e3)
 
 
 def _empty_cache(device: torch.device) -> None:
