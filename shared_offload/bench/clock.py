@@ -40,7 +40,7 @@ __all__ = [
 ]
 
 COPIES = 5
-COPY_NBYTES = {"cuda": 1 << 30, "cpu": 1 << 24}
+COPY_NBYTES = {"cuda": 1 << 28, "cpu": 1 << 24}
 PIXELS = 16  # height and width of a video are multiples of it
 
 

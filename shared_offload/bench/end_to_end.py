@@ -1,0 +1,276 @@
+"""`shared-offload bench end-to-end`: one video as a user makes it, in DiT steps and all the rest.
+
+The product runs as a process of its own; wall time is taken around it, stages come from the JSON
+beside the video. Invariant: stages, start and end add up to the wall time; what was computed from
+fewer steps than a video has is shown apart from what was measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+from rich.table import Table
+
+from shared_offload.bench.clock import at_least, publish, video_size
+from shared_offload.bench.folder import add_folder_flag, model_folder
+from shared_offload.errors import ConfigError, OffloadError
+from shared_offload.model.attention import ATTENTION_NAMES, AUTO
+from shared_offload.pipeline.video import metadata_path
+from shared_offload.synth.parts import PartName
+from shared_offload.synth.sizes import IN_DIM, SIZES
+
+FULL_STEPS = 40
+SCHEME = "fp8-vllm"
+DENOISE, WRITE = "denoise", "write video"
+START, END = "start and checks", "close and exit"
+PROMPT = "a sailing boat on a calm lake at sunrise, mountains behind, slow camera movement"
+NEGATIVE = "low quality, blurry, static, overexposed"
+# A line of the table of stages at the end of a run, and the very last one.
+STAGE_LINE = re.compile(r"^(\S.*?) +(\d+\.\d+) s +\d+\.\d %")
+LAST_LINE = "settings and figures: "
+TAIL = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """Seconds of one video."""
+
+    steps: int
+    wall: float
+    stages: Mapping[str, float]
+    """In order; they add up to `wall`."""
+    step: float | None
+    """The median step as the device saw it, None where the run does not tell."""
+    metadata: Mapping[str, Any]
+
+    @property
+    def per_step(self) -> float:
+        """The median step, or the mean of all of denoising."""
+        return self.stages[DENOISE] / self.steps if self.step is None else self.step
+
+    @property
+    def in_steps(self) -> float:
+        """DiT steps at their own pace; what their first one took longer is not in it."""
+        return self.steps * self.per_step
+
+    def total(self, steps: int) -> float:
+        """Wall time with another number of steps of the same pace."""
+        return self.wall + (steps - self.steps) * self.per_step
+
+    def overhead(self, steps: int) -> float:
+        """The share of `total` that is no DiT step."""
+        return 1 - steps * self.per_step / self.total(steps)
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """What was seen of a process."""
+
+    wall: float
+    last_line: float | None
+    """Seconds after the start at which its last line came."""
+    printed: Mapping[str, float]
+    """Stages of the table that it printed."""
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add this measurement."""
+    parser = subparsers.add_parser(
+        "end-to-end",
+        help="one whole video, and what of it is not DiT steps",
+        description="Run python -m shared_offload.infer once and split its wall time. With fewer "
+        f"than {FULL_STEPS} steps, the time of {FULL_STEPS} is computed as well.",
+    )
+    parser.add_argument("--size", choices=tuple(SIZES), default="14b")
+    parser.add_argument("--task", choices=tuple(IN_DIM), default="i2v")
+    parser.add_argument("--height", type=int, default=480, help="default: %(default)s")
+    parser.add_argument("--width", type=int, default=832, help="default: %(default)s")
+    parser.add_argument("--frames", type=int, default=81, help="default: %(default)s")
+    parser.add_argument(
+        "--steps",
+        type=int,
+        default=FULL_STEPS,
+        help="3 or more tell the pace; default: %(default)s",
+    )
+    parser.add_argument("--no-cfg", action="store_true", help="one branch instead of two")
+    parser.add_argument("--weights", choices=("streamed", "resident"), default="streamed")
+    parser.add_argument("--granularity", choices=("block", "phase"), default="block")
+    parser.add_argument("--dtype", choices=("fp8", "bf16"), default="fp8", help="of DiT weights")
+    parser.add_argument("--attention", choices=ATTENTION_NAMES, default=AUTO)
+    parser.add_argument(
+        "--config_json",
+        type=Path,
+        metavar="FILE",
+        help="a config to run instead of all the above but the size of the video and the steps",
+    )
+    add_folder_flag(parser)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write all figures here")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Make the video, print the table, write the JSON."""
+    at_least("--steps", args.steps)
+    video_size(args.frames, args.height, args.width)
+    config = _config(args)
+    parts: list[PartName] = ["dit-fp8" if args.dtype == "fp8" else "dit", "t5", "vae", "tokenizer"]
+    if args.task == "i2v":
+        parts.append("clip")
+    with (
+        model_folder(args.model_path, args.size, args.task, parts) as folder,
+        tempfile.TemporaryDirectory(prefix="shared_offload-bench-") as place,
+    ):
+        video = Path(place) / "out.mp4"
+        ended = _infer(_command(args, config, folder, video))
+        metadata = json.loads(metadata_path(video).read_text(encoding="utf-8"))
+    result = split(metadata, ended, args.steps)
+    document = {
+        "config": config,
+        **asdict(result),
+        "per_step": result.per_step,
+        "in_steps": result.in_steps,
+        "overhead": result.overhead(result.steps),
+        "full_steps": FULL_STEPS,
+        "full_total": result.total(FULL_STEPS),
+        "full_overhead": result.overhead(FULL_STEPS),
+        "full_is_extrapolated": result.steps != FULL_STEPS,
+    }
+    publish(_table(result, metadata), document, args.json)
+    return 0
+
+
+def _config(args: argparse.Namespace) -> dict[str, Any]:
+    """The JSON of the run."""
+    config: dict[str, Any]
+    if args.config_json is not None:
+        config = _read_config(args.config_json)
+    else:
+        streamed = args.weights == "streamed"
+        config = {
+            "enable_cfg": not args.no_cfg,
+            **({"dit_quantized": True, "dit_quant_scheme": SCHEME} if args.dtype == "fp8" else {}),
+            "cpu_offload": streamed,
+            "shared_cpu_weights": streamed,
+            "offload_granularity": args.granularity,
+            "self_attn_1_type": args.attention,
+            "cross_attn_1_type": args.attention,
+        }
+    size = {"size": [args.height, args.width], "num_frames": args.frames}
+    return {**config, **size, "infer_steps": args.steps}
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"--config_json {path} cannot be read ({error})", key="--config_json", found=str(path)
+        ) from error
+    if not isinstance(config, dict):
+        raise ConfigError(
+            f"--config_json {path} holds no JSON object", key="--config_json", found=str(path)
+        )
+    return config
+
+
+def _command(
+    args: argparse.Namespace, config: Mapping[str, Any], folder: Path, video: Path
+) -> list[str]:
+    """What a user types; a config and, where one is needed, a picture lie beside the video."""
+    config_path = video.with_name("config.json")
+    config_path.write_text(json.dumps(config), encoding="utf-8")
+    flags = {
+        "--task": args.task,
+        "--model_path": folder,
+        "--config_json": config_path,
+        "--prompt": PROMPT,
+        "--negative_prompt": NEGATIVE,
+        "--save_result_path": video,
+    }
+    if args.task == "i2v":
+        flags["--image_path"] = video.with_name("first_frame.png")
+        _draw(flags["--image_path"], args.height, args.width)
+    words = [str(word) for flag in flags.items() for word in flag]
+    return [sys.executable, "-m", "shared_offload.infer", *words]
+
+
+def _draw(path: Path, height: int, width: int) -> None:
+    """A picture of soft noise."""
+    small = torch.rand(max(1, height // 16), max(1, width // 16), 3)
+    levels = (255 * small).to(torch.uint8).numpy()
+    Image.fromarray(levels).resize((width, height), Image.Resampling.BICUBIC).save(path)
+
+
+def _infer(command: Sequence[str]) -> Ended:
+    """Run it to its end; its messages go to stderr as they come."""
+    begun = time.monotonic()
+    last_line: float | None = None
+    lines: list[str] = []
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None  # a pipe was asked for
+        for line in process.stderr:
+            if line.startswith(LAST_LINE):
+                last_line = time.monotonic() - begun
+            sys.stderr.write(line)
+            lines.append(line)
+    wall = time.monotonic() - begun
+    if process.returncode:
+        raise OffloadError(
+            f"the run ended with exit code {process.returncode}",
+            expected="a video",
+            hint="its own messages are above",
+            code=process.returncode,
+            tail=lines[-TAIL:],
+        )
+    found = (STAGE_LINE.match(line) for line in lines)
+    return Ended(wall, last_line, {m[1]: float(m[2]) for m in found if m})
+
+
+def split(metadata: Mapping[str, Any], ended: Ended, steps: int) -> Result:
+    """Wall time by stage: those of the JSON, writing (printed after it was written), the ends."""
+    stages: dict[str, float] = dict(metadata["stage_seconds"])
+    if WRITE in ended.printed:
+        stages[WRITE] = ended.printed[WRITE]
+    known = sum(stages.values())
+    last = ended.wall if ended.last_line is None else ended.last_line
+    ends = {END: ended.wall - last}
+    stages = {START: last - known, **stages, **ends}
+    streaming = metadata.get("streaming", {})
+    return Result(steps, ended.wall, stages, streaming.get("step_seconds_median"), metadata)
+
+
+def _table(result: Result, metadata: Mapping[str, Any]) -> Table:
+    table = Table(
+        title=f"{result.steps} steps, {metadata['attention']}, {metadata['device']}",
+    )
+    table.add_column("", no_wrap=True)
+    columns = [("measured", result.steps)]
+    if result.steps != FULL_STEPS:
+        columns.append((f"{FULL_STEPS} steps, extrapolated", FULL_STEPS))
+    for title, _ in columns:
+        table.add_column(title, justify="right")
+    for name, seconds in result.stages.items():
+        cells = [
+            seconds + (n - result.steps) * result.per_step if name == DENOISE else seconds
+            for _, n in columns
+        ]
+        table.add_row(name, *(f"{cell:.2f} s" for cell in cells))
+    table.add_section()
+    table.add_row("total", *(f"{result.total(n):.2f} s" for _, n in columns))
+    kind = "mean of denoise" if result.step is None else "median"
+    table.add_row(f"a step ({kind})", *(f"{result.per_step:.4f} s" for _ in columns))
+    table.add_row("steps", *(f"{n * result.per_step:.2f} s" for _, n in columns))
+    table.add_row("outside the steps", *(f"{result.overhead(n):.2%}" for _, n in columns))
+    return table
