@@ -131,9 +131,9 @@ class Workbench:
         return self._inputs[shape]
 
     def _random(self, *shape: int) -> Tensor:
-        """Drawn in fp32: bf16 has too few values near zero to draw from."""
-        drawn = torch.randn(*shape, device=self._device, generator=self._generator)
-        return drawn.to(self._dtype)
+        return torch.randn(
+            *shape, device=self._device, dtype=self._dtype, generator=self._generator
+        )
 
 
 @torch.inference_mode()
