@@ -20,6 +20,11 @@ CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["shared_offload.infer"])
 
 
+def import_path() -> str:
+    """PYTHONPATH of a child: this checkout before what the parent was given."""
+    return os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+
+
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -57,7 +62,7 @@ class Run:
 
     def _launcher(self) -> subprocess.Popen:
         launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={self.world}"]
-        environment = dict(os.environ, PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1")
+        environment = dict(os.environ, PYTHONPATH=import_path(), OMP_NUM_THREADS="1")
         with (self.folder / "stderr-launcher").open("w") as stderr:
             command = [sys.executable, *launch, *self.arguments]
             return subprocess.Popen(command, env=environment, stderr=stderr, cwd=self.folder)
@@ -69,7 +74,7 @@ class Run:
         return {name: str(value) for name, value in mine.items()}
 
     def _begun(self, rank: int, port: str) -> subprocess.Popen:
-        environment = dict(os.environ, PYTHONPATH=str(ROOT), **self._environment(rank, port))
+        environment = dict(os.environ, PYTHONPATH=import_path(), **self._environment(rank, port))
         with (self.folder / f"stderr-{rank}").open("w") as stderr:
             command = [sys.executable, *self.arguments]
             return subprocess.Popen(command, env=environment, stderr=stderr, cwd=self.folder)
@@ -99,6 +104,8 @@ class Run:
         """Exit codes; fails when a process outlives `within` seconds."""
         deadline = time.monotonic() + within
         codes = [self._wait(process, deadline - time.monotonic()) for process in self.processes]
+        missing = [r for r in range(self.world) if not (self.folder / f"pid{r}").exists()]
+        assert not missing, f"ranks {missing} ended before they began\n{self.stderr()}"
         for pid in self.pids():
             assert not Path(f"/proc/{pid}").exists(), f"process {pid} is left"
         return codes
