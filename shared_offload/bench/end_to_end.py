@@ -33,6 +33,7 @@ from shared_offload.synth.sizes import IN_DIM, SIZES
 
 FULL_STEPS = 40
 SCHEME = "fp8-vllm"
+COMPILE = {"auto": {}, "true": {"compile": True}, "false": {"compile": False}}
 DENOISE, WRITE = "denoise", "write video"
 START, END = "start and checks", "close and exit"
 PROMPT = "a sailing boat on a calm lake at sunrise, mountains behind, slow camera movement"
@@ -109,6 +110,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("--granularity", choices=("block", "phase"), default="block")
     parser.add_argument("--dtype", choices=("fp8", "bf16"), default="fp8", help="of DiT weights")
     parser.add_argument("--attention", choices=ATTENTION_NAMES, default=AUTO)
+    parser.add_argument("--compile", choices=tuple(COMPILE), default="auto")
     parser.add_argument(
         "--config_json",
         type=Path,
@@ -166,6 +168,7 @@ def _config(args: argparse.Namespace) -> dict[str, Any]:
             "offload_granularity": args.granularity,
             "self_attn_1_type": args.attention,
             "cross_attn_1_type": args.attention,
+            **COMPILE[args.compile],
         }
     size = {"size": [args.height, args.width], "num_frames": args.frames}
     return {**config, **size, "infer_steps": args.steps}
