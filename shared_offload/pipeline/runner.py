@@ -26,10 +26,11 @@ from shared_offload.pipeline import conditioning
 from shared_offload.pipeline.decoding import decode
 from shared_offload.pipeline.dit_weights import LoadedDit, load_dit
 from shared_offload.pipeline.image_encoder import ImageEncoder
-from shared_offload.pipeline.inventory import Inventory, take_inventory, torch_dtype
+from shared_offload.pipeline.inventory import Inventory, gpu_needs, take_inventory, torch_dtype
 from shared_offload.pipeline.on_demand import OnDemand
 from shared_offload.pipeline.text_encoder import TextEncoder
 from shared_offload.pipeline.vae import Vae
+from shared_offload.pipeline.vae_memory import StepMemory
 from shared_offload.ranks.devices import choose_device
 from shared_offload.ranks.facts import RankFacts
 from shared_offload.ranks.group import Ranks
@@ -65,6 +66,9 @@ class Runner:
         self.progress = progress
         self.device = ranks.device
         self.inventory: Inventory = inventory or take_inventory(settings)
+        saves = settings.cpu_offload or settings.vae_cpu_offload
+        planned = sum(gpu_needs(settings, self.inventory).values()) if saves else None
+        self._step_memory = StepMemory(self.device, planned)
         self._dit: LoadedDit | None = None
         self._last_resort: weakref.finalize[[], Runner] | None = None
         self._texts, self._images, self._vae = self._modules()
@@ -107,6 +111,7 @@ class Runner:
         condition: Tensor | None = None
         if self.is_first:
             with self._vae.use() as vae:
+                vae.limit = self._step_memory.limit
                 condition = conditioning.i2v_condition(vae, frame_3HW, frames)
         return self.ranks.broadcast_tensor(condition)
 
@@ -129,7 +134,7 @@ class Runner:
         source = self.load_dit().source
         source.begin_run(steps)
         try:
-            with self.progress.task("denoise", steps, "step") as task:
+            with self._step_memory.measured(), self.progress.task("denoise", steps, "step") as task:
                 pace = _Pace(self.device, task.advance)
                 try:
                     yield pace.step
@@ -157,8 +162,14 @@ class Runner:
 
     def decode(self, latents: Tensor) -> Tensor | None:
         """Collective. Frames, uint8 (F, H, W, 3), on the CPU of the first rank; None elsewhere."""
-        together = self.settings.parallel.vae_parallel
-        return decode(self._vae, latents, self.ranks, self.progress, together=together)
+        return decode(
+            self._vae,
+            latents,
+            self.ranks,
+            self.progress,
+            together=self.settings.parallel.vae_parallel,
+            limit=self._step_memory.limit,
+        )
 
     def report_streaming(self) -> None:
         """Collective. Show what streaming cost, and write the trace where one is asked for."""
@@ -190,8 +201,8 @@ class Runner:
             "ranks": self.ranks.world_size,
             "stage_seconds": {k: round(v, 3) for k, v in self.progress.stage_seconds.items()},
         }
-        if self.device.type == "cuda":
-            facts["peak_gpu_bytes"] = torch.cuda.max_memory_allocated(self.device)
+        if (peak := self._step_memory.peak) is not None:
+            facts["peak_gpu_bytes"] = peak
         if self._dit is not None:
             facts |= self._dit.describe()
         return facts

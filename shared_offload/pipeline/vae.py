@@ -4,8 +4,9 @@ Invariant: latents that leave and enter are normalised with Wan's mean and devia
 deterministic mode is used, and videos and latents are fp32 whatever the VAE computes in. Shape
 letters: C channels, T latent frames, Y X latent height and width, F frames, H W pixels.
 
-Frames pass one latent frame at a time, so memory depends on the size of a frame and not on their
-number. Error and cost by dtype: docs/performance.md.
+Frames pass one latent frame at a time, so memory depends on the size of a frame and hardly on their
+number; with a `limit` they pass in as many strips as keep to that (`vae_sweep.py`). Error and cost
+by dtype: docs/performance.md.
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ from diffusers.loaders.single_file_utils import convert_wan_vae_to_diffusers
 from torch import Tensor, nn
 
 from shared_offload.errors import CheckpointError
-from shared_offload.pipeline import module_weights
-from shared_offload.pipeline.conditioning import LATENT_CHANNELS
+from shared_offload.pipeline import module_weights, vae_sweep
+from shared_offload.pipeline.conditioning import LATENT_CHANNELS, latent_shape
+from shared_offload.pipeline.vae_memory import DECODE, ENCODE, Pass, Picture, room
 from shared_offload.pipeline.vae_parallel import Place, Strips, Tiles
 from shared_offload.weights.pth import load_pth
 
@@ -30,6 +32,7 @@ LEVELS = 4  # resolutions of encoder and decoder
 RESIDUALS = 2  # residual blocks of a level of the encoder
 CONFIG = "config.json"
 OnFrame = Callable[[], None]
+Form = Callable[[Tensor], Tensor]  # of frames, value by value: what is kept of them
 
 
 class Vae:
@@ -41,6 +44,8 @@ class Vae:
             model.enable_tiling()  # 256-pixel tiles, 192 apart, blended over 64
         self.device: torch.device = model.device
         self.dtype: torch.dtype = model.dtype
+        self.limit: int | None = None
+        """Bytes that may be allocated on the device while it works; None: any number."""
         self.nbytes = module_weights.count_bytes(model)
         self.num_parameters = module_weights.count_parameters(model)
         statistics = (model.config.latents_mean, model.config.latents_std)
@@ -74,26 +79,44 @@ class Vae:
 
     @torch.inference_mode()
     def encode(self, video_3FHW: Tensor) -> Tensor:
-        """Normalised latent (16, T, Y, X) fp32 of a video in [-1, 1] with F = 4n + 1 frames."""
-        video = video_3FHW[None].to(self.device, self.dtype)
-        model = self._open()
-        try:
-            mode_CTYX = model.encode(video).latent_dist.mode()[0].float()
-        finally:
-            model.clear_cache()  # a failed pass would keep its features, gigabytes of them
-        latent_CTYX: Tensor = (mode_CTYX - self._mean) / self._std
+        """Normalised latent (16, T, Y, X) fp32 of a video in [-1, 1] with F = 4n + 1 frames.
+
+        The video may lie on the CPU: it passes to the VAE's device piece by piece.
+        """
+        model, shape = self._open(), latent_shape(*video_3FHW.shape[1:])
+        if self._tiled(shape):
+            try:
+                video = video_3FHW[None].to(self.device, self.dtype)
+                mode_CTYX = model.encode(video).latent_dist.mode()[0]
+            finally:
+                model.clear_cache()  # a failed pass would keep its features, gigabytes of them
+        else:
+            strips = self.strips(shape, ENCODE)
+            mode_CTYX = vae_sweep.encode(model, video_3FHW[None], strips)[0]
+        latent_CTYX: Tensor = (mode_CTYX.float() - self._mean) / self._std
         return latent_CTYX
 
     @torch.inference_mode()
-    def decode(self, latent_CTYX: Tensor, on_frame: OnFrame | None = None) -> Tensor:
-        """The video (3, F, H, W) fp32 in [-1, 1], on the VAE's device.
+    def decode(
+        self,
+        latent_CTYX: Tensor,
+        on_frame: OnFrame | None = None,
+        *,
+        form: Form = Tensor.float,
+        share: tuple[int, int] | None = None,
+    ) -> Tensor:
+        """The video (3, F, H, W) in [-1, 1], fp32 or in the `form` given, on the VAE's device.
 
         `on_frame` is called before each latent frame's work is handed to the device (once for each
-        tile where tiled; `decode_calls` says how often in all).
+        tile or strip; `decode_calls` says how often in all). `share`: of the longer side, only
+        what lies over these latents (start, end); a VAE that tiles has no shares.
         """
         with self._decoding(latent_CTYX, on_frame) as latent:
-            video_3FHW: Tensor = self._open().decode(latent).sample[0]
-        return video_3FHW.float()
+            if self.tiled(latent_CTYX):
+                return form(self._open().decode(latent).sample[0])
+            strips = self.strips(latent_CTYX.shape, share=share)
+            tell = on_frame or _nobody
+            return vae_sweep.decode(self._open(), latent, strips, tell, form, share)[0]
 
     @torch.inference_mode()
     def decode_strip(
@@ -122,16 +145,29 @@ class Vae:
 
     def tiles(self, latent_CTYX: Tensor) -> Tiles:
         """The tiles in which a VAE with tiling decodes this latent."""
-        return Tiles(self._open(), latent_CTYX)
+        return Tiles(self._open(), latent_CTYX.shape)
 
     def tiled(self, latent_CTYX: Tensor) -> bool:
         """`decode` works in tiles: it was asked for, and the picture is larger than one."""
-        return bool(self._open().use_tiling) and self.tiles(latent_CTYX).needed
+        return self._tiled(latent_CTYX.shape)
 
-    def decode_calls(self, latent_CTYX: Tensor) -> int:
+    def _tiled(self, shape: Sequence[int]) -> bool:
+        return bool(self._open().use_tiling) and Tiles(self._open(), shape).needed
+
+    def strips(
+        self, shape: Sequence[int], way: Pass = DECODE, share: tuple[int, int] | None = None
+    ) -> int:
+        """In how many strips it passes over latents (C, T, Y, X), or a `share` of them, now."""
+        model = self._open()
+        channels = max(model.encoder.dim, model.decoder.dim)
+        picture = Picture.of(shape, share, channels * self.dtype.itemsize)
+        return picture.strips_within(way, room(self.limit, self.device))
+
+    def decode_calls(self, latent_CTYX: Tensor, share: tuple[int, int] | None = None) -> int:
         """How often `decode` calls `on_frame` for this latent."""
-        frames = int(latent_CTYX.shape[1])
-        return frames * (len(self.tiles(latent_CTYX).places) if self.tiled(latent_CTYX) else 1)
+        if self.tiled(latent_CTYX):
+            return int(latent_CTYX.shape[1]) * len(self.tiles(latent_CTYX).places)
+        return int(latent_CTYX.shape[1]) * self.strips(latent_CTYX.shape, share=share)
 
     @contextmanager
     def _decoding(self, latent_CTYX: Tensor, on_frame: OnFrame | None) -> Iterator[Tensor]:
@@ -219,6 +255,10 @@ def _from_folder(path: Path, dtype: torch.dtype) -> Any:  # noqa: ANN401  diffus
             f"{path} does not fit its own {CONFIG}: {wrong}", path=str(path), faults=wrong
         )
     return model
+
+
+def _nobody() -> None:
+    """Told of frames where nobody asked."""
 
 
 def _calling(on_frame: OnFrame) -> Callable[[nn.Module, object], None]:

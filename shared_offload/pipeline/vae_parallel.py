@@ -39,8 +39,9 @@ class Strips:
         size = max(width, height)
         self._chain = min(world_size, size)
         at = min(rank, self._chain)
-        self._start, end = at * size // self._chain, (at + 1) * size // self._chain
-        self._length = max(0, min(end, size) - self._start)
+        self.start, self.end = (x * size // self._chain for x in (at, at + 1))
+        """In latents along that dimension."""
+        self._length = max(0, min(self.end, size) - self.start)
         self._swap = swap
 
     @property
@@ -68,7 +69,7 @@ class Strips:
             self._swap(nothing, nothing, self._chain)
 
     def _cut(self, _module: nn.Module, _inputs: object, whole: Tensor) -> Tensor:
-        return whole.narrow(self.dim, self._start, self._length)
+        return whole.narrow(self.dim, self.start, self._length)
 
     def _extend(self, _module: nn.Module, inputs: tuple[Tensor | None, ...]) -> tuple[Tensor, ...]:
         """Input, and the frames before it, with the neighbours' edges on both sides."""
@@ -109,10 +110,10 @@ def _reaching_convs(decoder: Any) -> list[nn.Module]:  # noqa: ANN401  diffusers
 class Tiles:
     """The tiles of a frame as `AutoencoderKLWan.tiled_decode` cuts and blends them."""
 
-    def __init__(self, model: Any, latent_CTYX: Tensor) -> None:  # noqa: ANN401
+    def __init__(self, model: Any, latent_shape: Sequence[int]) -> None:  # noqa: ANN401
         ratio: int = model.spatial_compression_ratio
         self._model = model
-        self._frames, height, width = latent_CTYX.shape[1:]
+        self._frames, height, width = latent_shape[1:]
         self._size = (height, width)
         self._tile = (model.tile_sample_min_height // ratio, model.tile_sample_min_width // ratio)
         stride = (model.tile_sample_stride_height // ratio, model.tile_sample_stride_width // ratio)
