@@ -8,6 +8,7 @@ frames, Y X latent height and width, E token places.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,8 +20,8 @@ from shared_offload.pipeline import image_encoder
 from shared_offload.pipeline.conditioning import TIME_STRIDE
 from tools.train_demo import text
 from tools.train_demo.clips import JITTER, Labels, Painter
-from tools.train_demo.models import velocity
-from tools.train_demo.training import Average, History, Plan, Trainer, half, train
+from tools.train_demo.models import compile_blocks, velocity
+from tools.train_demo.training import Average, History, Plan, Trainer, fastest, half, train
 from tools.train_demo.vae import encode
 
 BATCH = 256
@@ -52,6 +53,17 @@ class Amount:
     clips: int
     batch: int
     least: int
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """How a DiT's training goes, beside its plan."""
+
+    batch: int
+    started: float
+    """When its time began to run, of time.monotonic()."""
+    snapshot: Callable[[], None]
+    """Called about once a minute."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,14 +138,12 @@ def extend(dit: Module, t2v_state: dict[str, Tensor]) -> None:
             state[name].copy_(tensor)
 
 
-def train_dit(
-    models: Models, data: Data, table: Tensor, plan: Plan, *, batch: int, started: float
-) -> History:
-    """Flow matching; `models` hold the average of their weights afterwards."""
+def train_dit(models: Models, data: Data, table: Tensor, plan: Plan, run: Run) -> History:
+    """Flow matching; `models` hold the average of their weights afterwards, and in snapshots."""
     i2v = models.clip is not None
     trained = [models.dit, models.clip if i2v else models.t5]
     parameters = [p for module in trained for p in module.parameters()]
-    device = data.latents.device
+    device, batch = data.latents.device, run.batch
     vocabulary = models.t5.config.vocab_size
 
     def loss() -> Tensor:
@@ -151,9 +161,23 @@ def train_dit(
         found = velocity(models.dit, x, sigma, rows, bias, images)
         return (found - (noise - z)).square().mean()
 
-    trainer, average = Trainer(loss, parameters, plan), Average(parameters)
-    history = train("i2v" if i2v else "t2v", trainer, plan, started, average.update)
+    def form(*, compiled: bool) -> Callable[[], Trainer]:
+        def trainer() -> Trainer:
+            compile_blocks(models.dit, compiled=compiled)
+            return Trainer(loss, parameters, plan)
+
+        return trainer
+
+    def snapshot() -> None:
+        with average.applied():
+            run.snapshot()
+
+    name = "i2v" if i2v else "t2v"
+    forms = {"eager": form(compiled=False), "compiled": form(compiled=True)}
+    trainer, average = fastest(name, forms, tried=plan.on_graph(device)), Average(parameters)
+    history = train(name, trainer, plan, run.started, average.update, snapshot)
     average.apply()
+    compile_blocks(models.dit, compiled=False)
     for module in trained:
         module.eval().requires_grad_(False)
     return history

@@ -37,6 +37,8 @@ PLANS: Mapping[str, dict[str, float]] = {
     "i2v": {"peak_lr": 1e-3, "warmup": 300, "weight_decay": 0.01},
 }
 QUICK_STEPS = {"vae": 3, "t2v": 3, "i2v": 3}
+DONE = ".pt"
+SNAPSHOT = ".snapshot.pt"
 REPORT = "TRAINING.json"
 PICTURE = "first_frame.png"
 SHOWN = {"color": "red", "background": "blue", "shape": "circle", "direction": "right"}
@@ -95,15 +97,24 @@ class Studio:
             begun = time.monotonic()
             state = trainers[part](plan)
             state["report"]["seconds_with_data_and_scores"] = round(time.monotonic() - begun, 1)
-            torch.save(state, self.work / f"{part}.pt")
-            print(json.dumps({part: state["report"]}, indent=1), flush=True)
+            self.save(part, state, DONE)
+            (self.work / f"{part}{SNAPSHOT}").unlink(missing_ok=True)
+            _say(part, state["report"])
         self.write()
 
     def train_vae(self, plan: Plan) -> dict[str, Any]:
         """Train the VAE and fold its statistics."""
         amounts = self.amounts
         model = models.make_vae(self.sizes).to(self.device)
-        history = vae.train_vae(model, self.painter, plan, batch=amounts.vae_batch)
+        if self.args.resume:
+            model.load_state_dict(self.load_snapshot("vae")["vae"])
+        history = vae.train_vae(
+            model,
+            self.painter,
+            plan,
+            batch=amounts.vae_batch,
+            snapshot=lambda: self.save("vae", {"vae": model.state_dict()}, SNAPSHOT),
+        )
         batch = amounts.encoded.batch
         vae.fold(model, self.painter, batches=amounts.folded_batches, batch=batch)
         report = _history(history, plan, amounts.vae_batch, models.parameters(model))
@@ -116,20 +127,21 @@ class Studio:
         autoencoder = self.load_vae()
         made = self.load_models(task) if i2v else self.new_models("t2v")
         started = time.monotonic()
+        if self.args.resume:
+            load(made, self.load_snapshot(task))
         seconds = DATA_SHARE * plan.seconds if plan.steps is None else float("inf")
         data = dit.make_data(autoencoder, self.painter, self.encoded(), seconds=seconds, i2v=i2v)
         clips = len(data.latents)
         print(f"{task}: {clips} clips in {time.monotonic() - started:.0f} s", flush=True)
-        history = dit.train_dit(
-            made, data, self.table, plan, batch=amounts.dit_batch, started=started
+        run = dit.Run(
+            amounts.dit_batch, started, lambda: self.save(task, states(made, i2v=i2v), SNAPSHOT)
         )
+        history = dit.train_dit(made, data, self.table, plan, run)
         trained = (made.dit, made.clip if i2v else made.t5)
         report = _history(history, plan, amounts.dit_batch, models.parameters(*trained))
         report["clips"] = clips
         report["scores"] = score(made, autoencoder, self.painter, self.table, count=amounts.scored)
-        encoder = {"clip": made.clip} if i2v else {"t5": made.t5}
-        states = {name: module.state_dict() for name, module in encoder.items()}
-        return {"dit": made.dit.state_dict(), **states, "report": report}
+        return {**states(made, i2v=i2v), "report": report}
 
     def encoded(self) -> dit.Amount:
         """How many clips a DiT is trained on."""
@@ -154,12 +166,10 @@ class Studio:
         if not trained and task == "i2v":
             dit.extend(made.dit, t2v["dit"])
             return made
-        state = self.load(task)
-        made.dit.load_state_dict(state["dit"])
-        made.dit.eval().requires_grad_(False)
-        if made.clip is not None:
-            made.clip.load_state_dict(state["clip"])
-            made.clip.eval().requires_grad_(False)
+        load(made, self.load(task))
+        for module in (made.dit, made.clip):
+            if module is not None:
+                module.eval().requires_grad_(False)
         return made
 
     def load_vae(self) -> vae.Vae:
@@ -170,15 +180,30 @@ class Studio:
 
     def load(self, part: str) -> dict[str, Any]:
         """What a part left in the work folder."""
-        path = self.work / f"{part}.pt"
+        path = self.work / f"{part}{DONE}"
         if not path.is_file():
             raise SystemExit(f"{path} is missing: train the part {part} first")
         found: dict[str, Any] = torch.load(path, map_location=self.device)
         return found
 
+    def load_snapshot(self, part: str) -> dict[str, Any]:
+        """What a part that was not finished had come to."""
+        path = self.work / f"{part}{SNAPSHOT}"
+        if not path.is_file():
+            raise SystemExit(f"{path} is missing: there is nothing to resume")
+        found: dict[str, Any] = torch.load(path, map_location=self.device)
+        return found
+
+    def save(self, part: str, state: dict[str, Any], suffix: str) -> None:
+        """Keep it in the work folder; whoever is killed leaves the one before."""
+        path = self.work / f"{part}{suffix}"
+        unfinished = path.with_suffix(".tmp")
+        torch.save(state, unfinished)
+        unfinished.replace(path)
+
     def write(self) -> None:
         """Write the folders of all tasks whose parts are trained, and the report."""
-        there = [part for part in PARTS if (self.work / f"{part}.pt").is_file()]
+        there = [part for part in PARTS if (self.work / f"{part}{DONE}").is_file()]
         out: Path = self.args.out
         for task in ("t2v", "i2v"):
             if {"vae", "t2v", task} <= set(there):
@@ -225,6 +250,19 @@ class Studio:
         }
 
 
+def states(made: dit.Models, *, i2v: bool) -> dict[str, Any]:
+    """The weights that a DiT's part has trained."""
+    encoder = {"clip": made.clip} if i2v else {"t5": made.t5}
+    modules = {"dit": made.dit, **encoder}
+    return {name: module.state_dict() for name, module in modules.items()}
+
+
+def load(made: dit.Models, state: Mapping[str, Any]) -> None:
+    """Put `states` into the models."""
+    for name in set(state) - {"report"}:
+        getattr(made, name).load_state_dict(state[name])
+
+
 def main(argv: list[str] | None = None) -> None:
     """Parse and run."""
     Studio(parse(argv)).run()
@@ -243,6 +281,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--clips", type=int, help="to train a DiT on; else as many as fit")
     add("--seed", type=int, default=0)
     add("--device", choices=("cuda", "cpu"), default="cuda" if cuda else "cpu")
+    add("--resume", action="store_true", help="from snapshots of parts that did not finish")
     add("--eager", action="store_true", help="no CUDA graphs: four times slower")
     add("--quick", action="store_true", help="tiny models, a few steps: tries the code")
     args = parser.parse_args(argv)
@@ -273,6 +312,13 @@ def _history(history: History, plan: Plan, batch: int, parameters: int) -> dict[
         "peak_learning_rate": plan.peak_lr,
         "losses": [(step, round(loss, 5)) for step, loss in history.losses],
     }
+
+
+def _say(part: str, report: Mapping[str, Any]) -> None:
+    """Everything but the losses, which were printed as they came."""
+    for name, value in report.items():
+        if name != "losses":
+            print(f"{part}: {name}: {json.dumps(value)}", flush=True)
 
 
 def _labels(device: torch.device) -> Labels:

@@ -139,6 +139,15 @@ def make_dit(arch: Architecture) -> Any:  # noqa: ANN401  diffusers has no types
     return dit
 
 
+def compile_blocks(dit: Any, *, compiled: bool) -> None:  # noqa: ANN401  diffusers has no types
+    """Let torch.compile join what stands between a block's products, or take that back."""
+    for block in dit.blocks:
+        if compiled:
+            block.compile(dynamic=False)
+        else:
+            block._compiled_call_impl = None
+
+
 def velocity(
     dit: Any,  # noqa: ANN401  diffusers has no types
     x: Tensor,
@@ -177,7 +186,7 @@ class Attend:
         rotary_emb: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
         del attention_mask  # diffusers passes None
-        q = attn.norm_q(attn.to_q(hidden_states))
+        q = _normed(attn.norm_q, attn.to_q(hidden_states))
         if encoder_hidden_states is None:
             out = self._over(attn, q, hidden_states, rotary=rotary_emb)
         else:
@@ -185,7 +194,7 @@ class Attend:
             image, text = encoder_hidden_states.split((images, self.bias_B11E.shape[-1]), 1)
             out = self._over(attn, q, text, bias=self.bias_B11E)
             if images:
-                k, v = attn.norm_added_k(attn.add_k_proj(image)), attn.add_v_proj(image)
+                k, v = _normed(attn.norm_added_k, attn.add_k_proj(image)), attn.add_v_proj(image)
                 out = out + _attention(attn.heads, q, k, v)
         return attn.to_out[0](out)
 
@@ -198,7 +207,7 @@ class Attend:
         rotary: tuple[Tensor, Tensor] | None = None,
         bias: Tensor | None = None,
     ) -> Tensor:
-        k, v = attn.norm_k(attn.to_k(context)), attn.to_v(context)
+        k, v = _normed(attn.norm_k, attn.to_k(context)), attn.to_v(context)
         return _attention(attn.heads, q, k, v, rotary=rotary, bias=bias)
 
 
@@ -217,6 +226,11 @@ def _attention(
     q, k, v = (t.transpose(1, 2).to(v.dtype) for t in (q, k, v))
     mask = None if bias is None else bias.to(v.dtype)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2).flatten(2)
+
+
+def _normed(norm: nn.RMSNorm, x: Tensor) -> Tensor:
+    """In fp32, as the weight: torch has one kernel for equal dtypes only."""
+    return F.rms_norm(x.float(), (x.shape[-1],), norm.weight, norm.eps)
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

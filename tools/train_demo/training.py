@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -22,6 +22,9 @@ EMA_DECAY = 0.999
 UNMEASURED = 10  # steps before the pace is measured
 MEASURED = 60
 REPORTS = 20  # of the loss, in one run
+SNAPSHOT_SECONDS = 60.0
+MESSAGE = 600  # characters of another library's error
+PROBED = 12  # steps that tell how fast a form of the models is
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +38,10 @@ class Plan:
     weight_decay: float
     captured: bool = True
     """As a CUDA graph, on CUDA."""
+
+    def on_graph(self, device: torch.device) -> bool:
+        """Whether steps on this device are CUDA graphs."""
+        return self.captured and device.type == "cuda"
 
     def lr(self, step: int, steps: int | None) -> float:
         """A rise, then a cosine down to nothing; `steps` is None until the pace is known."""
@@ -67,7 +74,7 @@ class Trainer:
     ) -> None:
         self._loss, self._parameters = loss, list(parameters)
         self.device = self._parameters[0].device
-        self._captured = plan.captured and self.device.type == "cuda"
+        self._captured = plan.on_graph(self.device)
         lr = torch.tensor(plan.peak_lr, device=self.device) if self._captured else plan.peak_lr
         self._optimizer = torch.optim.AdamW(
             self._parameters,
@@ -75,7 +82,7 @@ class Trainer:
             betas=(0.9, 0.95),
             weight_decay=plan.weight_decay,
             capturable=self._captured,
-            foreach=True,
+            fused=self.device.type == "cuda",
         )
         for parameter in self._parameters:
             parameter.grad = torch.zeros_like(parameter)
@@ -90,6 +97,16 @@ class Trainer:
         group["lr"].fill_(lr)
         self._graph.replay()
         return self._last_loss
+
+    def pace(self) -> float:
+        """Seconds of a step, by some that change no weights."""
+        self.step(0.0)
+        finish(self.device)
+        started = time.monotonic()
+        for _ in range(PROBED):
+            self.step(0.0)
+        finish(self.device)
+        return (time.monotonic() - started) / PROBED
 
     def _whole_step(self) -> Tensor:
         self._optimizer.zero_grad(set_to_none=False)
@@ -114,6 +131,38 @@ class Trainer:
         return graph, loss
 
 
+def fastest(name: str, forms: Mapping[str, Callable[[], Trainer]], *, tried: bool) -> Trainer:
+    """The trainer of the fastest of several forms of the same models, by a try of each.
+
+    Each function puts the models into its form and makes a trainer for it. One that fails is left
+    out: a form is about speed alone. Without `tried` it is the first one.
+    """
+    if not tried:
+        return next(iter(forms.values()))()
+    paces: dict[str, float] = {}
+    trainer = latest = None
+    for form, make in forms.items():
+        trainer, started = None, time.monotonic()  # the one before goes with its graph's memory
+        try:
+            trainer, latest = make(), form
+            paces[form] = trainer.pace()
+        except Exception as error:  # of a compiler or a GPU library
+            print(
+                f"{name}: {form} fails: {type(error).__name__}: {str(error)[:MESSAGE]}", flush=True
+            )
+            continue
+        took = time.monotonic() - started
+        print(f"{name}: {form}: {paces[form] * 1000:.2f} ms a step, {took:.0f} s", flush=True)
+    if not paces:
+        raise RuntimeError(f"{name}: no form of the models can be trained")
+    best = min(paces, key=lambda form: paces[form])
+    if trainer is None or best != latest:
+        trainer = None
+        trainer = forms[best]()
+    print(f"{name}: trained {best}", flush=True)
+    return trainer
+
+
 class Average:
     """An exponential moving average of parameters."""
 
@@ -131,6 +180,15 @@ class Average:
         for parameter, mean in zip(self._parameters, self._means, strict=True):
             parameter.copy_(mean)
 
+    @contextlib.contextmanager
+    def applied(self) -> Iterator[None]:
+        """The parameters are the average for a moment, and then themselves again."""
+        kept = [parameter.clone() for parameter in self._parameters]
+        self.apply()
+        yield
+        for parameter, own in zip(self._parameters, kept, strict=True):
+            parameter.copy_(own)
+
 
 def train(
     name: str,
@@ -138,19 +196,21 @@ def train(
     plan: Plan,
     started: float,
     after_step: Callable[[int], None] = lambda _: None,
+    snapshot: Callable[[], None] = lambda: None,
 ) -> History:
     """Steps until the plan's end; `started` (of time.monotonic) is when its time began to run.
 
-    Without a number of steps, one is chosen from the pace of the first ones.
+    Without a number of steps, one is chosen from the pace of the first ones. `snapshot` is called
+    about once a minute.
     """
     history, steps, reports = History(), plan.steps, []
-    paced = 0.0
+    paced, kept = 0.0, time.monotonic()
     while steps is None or history.steps < steps:
         loss = trainer.step(plan.lr(history.steps, steps))
         history.steps += 1
         after_step(history.steps)
         if steps is None and history.steps in (UNMEASURED, MEASURED):
-            _finish(trainer.device)
+            finish(trainer.device)
             if history.steps == UNMEASURED:
                 paced = time.monotonic()
                 continue
@@ -164,10 +224,14 @@ def train(
             reports.append((history.steps, loss.item()))
             passed = time.monotonic() - started
             print(f"{name}: step {history.steps} loss {loss.item():.5f} {passed:.0f} s", flush=True)
+            if time.monotonic() - kept > SNAPSHOT_SECONDS:
+                snapshot()
+                kept = time.monotonic()
     history.losses, history.seconds = reports, time.monotonic() - started
     return history
 
 
-def _finish(device: torch.device) -> None:
+def finish(device: torch.device) -> None:
+    """Wait for the device."""
     if device.type == "cuda":
         torch.cuda.synchronize()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,34 +18,53 @@ from torch import Tensor
 
 from shared_offload.pipeline.conditioning import LATENT_CHANNELS
 from tools.train_demo.clips import JITTER, Painter
-from tools.train_demo.training import History, Plan, Trainer, train
+from tools.train_demo.training import History, Plan, Trainer, fastest, train
+from tools.train_demo.whole_clip import WholeClip, lay_out
 
 BATCH = 16
 QUICK_BATCH = 2
 STILL = 8  # one clip in so many is a picture followed by grey, as image-to-video conditions on
 NOISE = 0.05  # added to latents in training: the decoder shall forgive the DiT's errors
 SIZE_PENALTY = 1e-4  # of latents, squared
+SQUARE = 2.0  # of an error's square beside its size: few large errors are worse than many small
 CONTRAST = 6.0  # how much more a pixel counts that differs from the clip's mean colour
 
 Vae = Any  # diffusers has no types
 
 
-def train_vae(vae: Vae, painter: Painter, plan: Plan, *, batch: int) -> History:
+def train_vae(
+    vae: Vae, painter: Painter, plan: Plan, *, batch: int, snapshot: Callable[[], None]
+) -> History:
     """Train on clips at their full length: trained on 9 frames, it fails from the tenth on."""
 
-    def loss() -> Tensor:
+    def loss(model: WholeClip) -> Tensor:
         clips = painter.clips(painter.labels(batch), spread=1.0, jitter=JITTER)
         clips[::STILL, :, 1:].zero_()
-        latents = vae.encode(clips).latent_dist.mean
-        decoded = vae.decode(latents + NOISE * torch.randn_like(latents)).sample
+        latents = model.encode(clips)
+        decoded = model.decode(latents + NOISE * torch.randn_like(latents))
         middle = clips.mean((2, 3, 4), keepdim=True)
         weight = 1 + CONTRAST * (clips - middle).abs().mean(1, keepdim=True).clamp(max=1)
-        error = (decoded.float() - clips).abs() * weight
+        error = (decoded.float() - clips).abs()
+        error = (error + SQUARE * error.square()) * weight
         return error.mean() + SIZE_PENALTY * latents.float().square().mean()
 
+    def form(memory_format: torch.memory_format, *, compiled: bool) -> Callable[[], Trainer]:
+        def trainer() -> Trainer:
+            lay_out(vae, memory_format)
+            model = WholeClip(vae, compiled=compiled)
+            return Trainer(lambda: loss(model), list(vae.parameters()), plan)
+
+        return trainer
+
     started = time.monotonic()
-    trainer = Trainer(loss, list(vae.parameters()), plan)
-    history = train("vae", trainer, plan, started)
+    forms = {
+        "contiguous": form(torch.contiguous_format, compiled=False),
+        "channels last": form(torch.channels_last_3d, compiled=False),
+        "channels last, compiled": form(torch.channels_last_3d, compiled=True),
+    }
+    trainer = fastest("vae", forms, tried=plan.on_graph(vae.device))
+    history = train("vae", trainer, plan, started, snapshot=snapshot)
+    lay_out(vae, torch.contiguous_format)
     vae.eval().requires_grad_(False)
     return history
 
@@ -72,16 +92,14 @@ def fold(vae: Vae, painter: Painter, *, batches: int, batch: int) -> None:
 def encode(vae: Vae, clips: Tensor) -> Tensor:
     """Latents (B, C, T, Y, X) with Wan's mean and deviation taken out."""
     mean, std = (part.view(1, -1, 1, 1, 1) for part in constants(vae))
-    found: Tensor = (vae.encode(clips).latent_dist.mode().float() - mean) / std
-    return found
+    return (WholeClip(vae).encode(clips).float() - mean) / std
 
 
 @torch.no_grad()
 def decode(vae: Vae, latents: Tensor) -> Tensor:
     """Clips (B, 3, F, H, W) in [-1, 1]."""
     mean, std = (part.view(1, -1, 1, 1, 1) for part in constants(vae))
-    found: Tensor = vae.decode(latents * std + mean).sample
-    return found
+    return WholeClip(vae).decode(latents * std + mean).clamp(-1, 1)
 
 
 def constants(vae: Vae) -> tuple[Tensor, Tensor]:
@@ -107,8 +125,7 @@ def quality(vae: Vae, painter: Painter, *, batch: int) -> dict[str, object]:
 
 def _mode(vae: Vae, painter: Painter, batch: int) -> Tensor:
     clips = painter.clips(painter.labels(batch), spread=1.0, jitter=JITTER)
-    found: Tensor = vae.encode(clips).latent_dist.mode()
-    return found
+    return WholeClip(vae).encode(clips)
 
 
 def _db(error: Tensor) -> float:
