@@ -55,7 +55,13 @@ class Setting:
     width: int
     frames: int
     dtype: str
-    tiling: bool
+    tiling: bool = False
+    limit_gib: float | None = None
+    """GPU memory that may be allocated while it works, weights included: strips, exact."""
+
+    def __str__(self) -> str:
+        limit = "" if self.limit_gib is None else f" <{self.limit_gib:g} GiB"
+        return f"{self.height}x{self.width} {self.dtype}{' tiled' if self.tiling else ''}{limit}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +74,8 @@ class Pass:
     convolution_seconds: float
     convolution_flops: int
     error_db: float | None
-    """Signal over error, against the first setting of this size; None for that one."""
+    """Signal over error, against the first setting of this size; None for that one, and for
+    what equals it bit for bit."""
     worst: float | None
     """The largest error: of 255 levels for a video, of a latent's unit otherwise."""
 
@@ -121,7 +128,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     """Add this measurement."""
     parser = subparsers.add_parser(
         "vae",
-        help="VAE encode and decode, by size, dtype and tiling",
+        help="VAE encode and decode, by size, dtype and memory",
         description="Encode and decode a random video with each setting: time, GPU memory, error, "
         "and the time of the convolutions alone.",
     )
@@ -137,6 +144,14 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("--frames", type=int, default=81, help="default: %(default)s")
     parser.add_argument("--dtype", choices=tuple(DTYPES), nargs="+", default=["fp32", "bf16"])
     parser.add_argument("--tiling", action="store_true", help="also each setting in tiles")
+    parser.add_argument(
+        "--limit",
+        type=float,
+        nargs="+",
+        default=[],
+        metavar="GIB",
+        help="also each dtype in strips that keep to this much GPU memory, weights included",
+    )
     parser.add_argument("--rounds", type=int, default=2, help="median of; default: 2")
     add_folder_flag(parser)
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write all figures here")
@@ -154,11 +169,7 @@ def run(args: argparse.Namespace) -> int:
     with model_folder(args.model_path, args.size, "t2v", ("vae",)) as folder:
         path = vae_file(RunOptions(model_path=folder))
         for height, width in args.video:
-            settings = [
-                Setting(height=height, width=width, frames=args.frames, dtype=dtype, tiling=tiling)
-                for tiling in ((False, True) if args.tiling else (False,))
-                for dtype in args.dtype
-            ]
+            settings = _settings(args, height, width)
             for setting, passes in measure(settings, path, device, args.rounds):
                 _add_rows(table, setting, passes)
                 rows.append(_document(setting, passes))
@@ -167,17 +178,31 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def _settings(args: argparse.Namespace, height: int, width: int) -> list[Setting]:
+    """The first one is what the others are compared with."""
+    ways: list[dict[str, Any]] = [{}, *({"limit_gib": limit} for limit in args.limit)]
+    if args.tiling:
+        ways.append({"tiling": True})
+    return [
+        Setting(height=height, width=width, frames=args.frames, dtype=dtype, **way)
+        for way in ways
+        for dtype in args.dtype
+    ]
+
+
 def measure(
     settings: Sequence[Setting], path: Path, device: torch.device, rounds: int
 ) -> Iterator[tuple[Setting, dict[str, Pass]]]:
     """Encode and decode with each setting of one size. Host memory: a few videos in fp32."""
     first = settings[0]
     generator = torch.Generator().manual_seed(3)
-    latent = torch.randn(latent_shape(first.frames, first.height, first.width), generator=generator)
-    video = _smooth_video(first, generator)
+    shape = latent_shape(first.frames, first.height, first.width)
+    latent = torch.randn(shape, generator=generator).to(device)
+    video = _smooth_video(first, generator)  # in host memory, as in a run
     exact: dict[str, Tensor] = {}
     for setting in settings:
         vae = Vae.load(path, device=device, dtype=DTYPES[setting.dtype], tiling=setting.tiling)
+        vae.limit = None if setting.limit_gib is None else round(setting.limit_gib * (1 << 30))
         try:
             encode = _measure(vae.encode, video, WARM_UP_FRAMES, device, rounds)
             decode = _measure(vae.decode, latent, (WARM_UP_FRAMES - 1) // 4 + 1, device, rounds)
@@ -200,7 +225,6 @@ def _measure(
     rounds: int,
 ) -> tuple[Pass, Tensor]:
     """Figures without errors, and what came out, on the host."""
-    given = given.to(device)
     work(given[:, :warm_up])  # kernels are chosen, at all shapes that there are
     outs: list[Tensor] = []
     times: list[float] = []
@@ -228,7 +252,7 @@ def _with_errors(figures: Pass, out: Tensor, exact: Tensor, unit: float) -> Pass
     if out is exact:
         return figures
     error = out - exact
-    decibels = 20 * math.log10(float(exact.norm() / error.norm())) if error.any() else math.inf
+    decibels = 20 * math.log10(float(exact.norm() / error.norm())) if error.any() else None
     return replace(figures, error_db=decibels, worst=unit * float(error.abs().max()))
 
 
@@ -252,23 +276,22 @@ def _size(text: str) -> Size:
 def _new_table(device: torch.device, frames: int) -> Table:
     table = Table(title=f"VAE, {frames} frames, {device_name(device)}")
     table.add_column("", no_wrap=True)
-    columns = ("time", "memory", "convs", "TFLOP/s", "ratio", "error", "worst")
+    columns = ("s", "convs", "TFLOP/s", "ratio", "memory", "dB", "worst")
     for name in columns:
         table.add_column(name, justify="right")
     return table
 
 
 def _add_rows(table: Table, setting: Setting, passes: Mapping[str, Pass]) -> None:
-    way = f"{setting.height}x{setting.width} {setting.dtype}{' tiled' if setting.tiling else ''}"
     for name, found in passes.items():
         table.add_row(
-            f"{way} {name}",
-            f"{found.seconds:.2f} s",
-            gigabytes(found.peak_nbytes),
-            f"{found.convolution_seconds:.2f} s",
+            f"{setting} {name}",
+            f"{found.seconds:.2f}",
+            f"{found.convolution_seconds:.2f}",
             f"{found.teraflops:.0f}",
             f"{found.ratio:.2f}",
-            "-" if found.error_db is None else f"{found.error_db:.0f} dB",
+            gigabytes(found.peak_nbytes),
+            "-" if found.error_db is None else f"{found.error_db:.0f}",
             "-" if found.worst is None else f"{found.worst:.2f}",
         )
 

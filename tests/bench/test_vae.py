@@ -87,6 +87,26 @@ def test_tiles_are_compared_with_the_whole(tmp_path) -> None:
     assert tiled["decode"]["convolution_flops"] > whole["decode"]["convolution_flops"]
 
 
+def test_a_limit_is_kept_to_in_strips_that_change_nothing(folder, tmp_path, monkeypatch) -> None:
+    strips = []
+    counted = Vae.strips
+
+    def count(self, *args, **more) -> int:
+        strips.append((self.limit, counted(self, *args, **more)))
+        return strips[-1][1]
+
+    monkeypatch.setattr(Vae, "strips", count)
+    path = tmp_path / "figures.json"
+    flags = ["--video", "16x512", "--frames", "5", "--dtype", "fp32", "--rounds", "1"]
+    assert run(*flags, "--limit", "0.001", "--model_path", str(folder), "--json", str(path)) == 0
+    whole, limited = json.loads(path.read_text())["settings"]
+    assert whole["limit_gib"] is None and limited["limit_gib"] == 0.001
+    assert all((count > 1) == (limit is not None) for limit, count in strips)
+    assert {limit for limit, _ in strips} == {None, round(0.001 * 2**30)}
+    error = limited["decode"]["error_db"]  # None: equal bit for bit
+    assert (error is None) == (limited["decode"]["worst"] == 0) and (error or 100) > 80
+
+
 def test_videos_that_wan_cannot_make_are_refused() -> None:
     with pytest.raises(ConfigError, match="a video of width 50"):
         run("--video", "32x50")
