@@ -61,7 +61,7 @@ class Setting:
 
     def __str__(self) -> str:
         limit = "" if self.limit_gib is None else f" <{self.limit_gib:g} GiB"
-        return f"{self.height}x{self.width} {self.dtype}{' tiled' if self.tiling else ''}{limit}"
+        return f"{self.dtype}{' tiled' if self.tiling else ''}{limit}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,6 +169,8 @@ def run(args: argparse.Namespace) -> int:
     with model_folder(args.model_path, args.size, "t2v", ("vae",)) as folder:
         path = vae_file(RunOptions(model_path=folder))
         for height, width in args.video:
+            table.add_section()
+            table.add_row(f"{height}x{width}")
             settings = _settings(args, height, width)
             for setting, passes in measure(settings, path, device, args.rounds):
                 _add_rows(table, setting, passes)
@@ -276,7 +278,7 @@ def _size(text: str) -> Size:
 def _new_table(device: torch.device, frames: int) -> Table:
     table = Table(title=f"VAE, {frames} frames, {device_name(device)}")
     table.add_column("", no_wrap=True)
-    columns = ("s", "convs", "TFLOP/s", "ratio", "memory", "dB", "worst")
+    columns = ("s", "conv s", "TFLOP/s", "ratio", "memory", "dB", "worst")
     for name in columns:
         table.add_column(name, justify="right")
     return table
