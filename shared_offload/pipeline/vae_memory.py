@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from shared_offload.pipeline.conditioning import SPACE_STRIDE, TIME_STRIDE
-from shared_offload.pipeline.vae_sweep import THINNEST, most_strips
+from shared_offload.pipeline.vae_sweep import around, most_strips
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,8 @@ class Picture:
         """From the shape (C, T, Y, X) of a latent, or what is worked on for a share of it."""
         _, frames, *sides = shape
         if share is not None:
-            sides = [min(sides), min(max(sides), share[1] - share[0] + 2 * THINNEST)]
+            low, high = around(*share, max(sides))
+            sides = [min(sides), high - low]
         return cls(frames, sides[0], sides[1], channel_nbytes)
 
     def peak(self, way: Pass, strips: int) -> int:

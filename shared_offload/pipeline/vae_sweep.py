@@ -42,6 +42,11 @@ def most_strips(height: int, width: int) -> int:
     return max(1, max(height, width) // THINNEST)
 
 
+def around(begin: int, end: int, size: int) -> tuple[int, int]:
+    """The latents that the frames over some of `size` latents depend on, after the whole part."""
+    return max(0, begin - THINNEST), min(size, end + THINNEST)
+
+
 def decode(
     model: Any,  # noqa: ANN401  diffusers has no types
     latent: Tensor,
@@ -54,7 +59,7 @@ def decode(
 
     `on_step` is called before each latent frame of each strip is enqueued; `form` turns some frames
     of a strip, as soon as they are made, into what is kept of them. `share`: only what lies over
-    these columns of the latent (start, end). Around a share SHIFT latents more are worked on.
+    these columns of the latent (start, end). The latents `around` a share are worked on.
     """
     decoder = model.decoder
     level, *levels = decoder.up_blocks
@@ -63,7 +68,7 @@ def decode(
     cut += [layer for each in levels for layer in (*each.resnets, *(each.upsamplers or ()))]
     sweep = _Sweep(latent)
     begin, end = share or (0, sweep.size)
-    low, high = max(0, begin - THINNEST), min(sweep.size, end + THINNEST)
+    low, high = around(begin, end, sweep.size)
     memory, features = _Memory(), []
     for frame in model.post_quant_conv(latent).split(1, TIME):
         made = memory.run(whole, memory.convolve(decoder.conv_in, frame))

@@ -106,7 +106,14 @@ def decodes(watch: Watch, job: Job) -> int:
                 noise = torch.randn(16, 2, *size, generator=torch.Generator().manual_seed(3))
                 latents = noise.to(ranks.device)
                 silent = Progress(enabled=False)
-                frames = decoding.decode(vaes, latents, ranks, silent, together=job["together"])
+                frames = decoding.decode(
+                    vaes,
+                    latents,
+                    ranks,
+                    silent,
+                    together=job["together"],
+                    limit=job.get("limit"),
+                )
                 made[name, *size] = frames
         made["seconds"] = time.monotonic() - begun[0]
         made["cpu seconds"] = time.process_time() - begun[1]

@@ -51,6 +51,25 @@ def test_together_is_alone(checkpoint, ranks, world) -> None:
             assert all(other[name, *size] is None for other in made[1:])
 
 
+def test_within_a_limit_ranks_cut_their_strips_again(checkpoint, ranks) -> None:
+    """The first size needs no more strips than there are ranks; of the others each has several."""
+    sizes = [(9, 5), (6, 26), (31, 4)]
+    run = ranks(
+        2,
+        kind="decodes",
+        together=True,
+        limit=0,
+        vae=str(checkpoint / "Wan2.1_VAE.pth"),
+        vaes={"whole": [False, sizes]},
+    )
+    assert run.end(START) == [0, 0], run.stderr()
+    made = torch.load(run.folder / "made0.pt")
+    for size in sizes:
+        alone, together = one_rank(checkpoint, size, False), made["whole", *size]
+        assert together.shape == alone.shape
+        assert (together - alone).abs().max() <= ROUNDING, size
+
+
 def test_alone_the_others_wait_without_burning_a_cpu(checkpoint, ranks) -> None:
     run = ranks(
         2,
