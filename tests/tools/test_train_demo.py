@@ -7,7 +7,8 @@ and transformers' modules, against whole pipelines on the files.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from diffusers import AutoencoderKLWan
+from diffusers.models.autoencoders.autoencoder_kl_wan import WanUpsample
 from torch import Tensor
 
 from shared_offload.config import Settings
@@ -25,9 +27,11 @@ from shared_offload.pipeline.vae import Vae
 from shared_offload.synth.parts import TOKENIZER_FOLDER, VAE_FILE
 from shared_offload.weights.pth import load_pth
 from tests.reference.options import FP8
-from tools.train_demo import dit, sampling, text, vae
+from tools.train_demo import dit, sampling, text, training, vae
 from tools.train_demo.clips import Painter
 from tools.train_demo.main import PICTURE, REPORT, Studio, parse
+from tools.train_demo.training import Plan
+from tools.train_demo.whole_clip import WholeClip, lay_out
 
 PROMPT = "A red circle moves right on a blue background"
 STEPS = 4
@@ -142,6 +146,93 @@ def test_folding_changes_the_scale_of_latents_and_no_pixel() -> None:
     latents = vae.encode(model, clips)
     assert latents.mean((0, 2, 3, 4)).abs().max() < 0.3
     assert (latents.std((0, 2, 3, 4)) - 1).abs().max() < 0.3
+
+
+@pytest.mark.parametrize("frames", [17, 9, 5, 1])
+def test_a_whole_clip_is_what_frame_groups_are(
+    frames: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Values and gradients, in float64; the weights as a GPU may have them laid out."""
+    monkeypatch.setattr(WanUpsample, "forward", torch.nn.Upsample.forward)  # it rounds to float32
+    torch.manual_seed(frames)
+    model = AutoencoderKLWan(base_dim=4).double()
+    for name, parameter in model.named_parameters():
+        if "gamma" in name:
+            torch.nn.init.uniform_(parameter, 0.5, 1.5)
+    painter = Painter(torch.device("cpu"))
+    clips = painter.clips(painter.labels(2), spread=1.0)[:, :, :frames].double()
+    weight = torch.randn_like(clips)
+
+    def all_of(latents: Tensor, decoded: Tensor, x: Tensor) -> dict[str, Tensor]:
+        model.zero_grad()
+        decoded = decoded.clamp(-1, 1)
+        ((decoded * weight).sum() + latents.sin().sum()).backward()
+        assert x.grad is not None
+        found = {"latents": latents.detach(), "decoded": decoded.detach(), "clips'": x.grad}
+        return found | {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+    x = clips.clone().requires_grad_()
+    latents = model.encode(x).latent_dist.mean
+    wanted = all_of(latents, model.decode(latents).sample, x)
+    lay_out(model, torch.channels_last_3d)
+    whole, x = WholeClip(model), clips.clone().requires_grad_()
+    latents = whole.encode(x)
+    found = all_of(latents, whole.decode(latents), x)
+    timed = [name for name in wanted if "time_conv" in name]
+    assert found.keys() == wanted.keys() and bool(timed) == (frames > 1)
+    for name, one in found.items():
+        assert (one - wanted[name]).abs().max() <= 1e-9 * wanted[name].abs().max() + 1e-12, name
+
+
+def test_the_fastest_form_is_trained_and_one_that_fails_is_not() -> None:
+    layer = torch.nn.Linear(1, 1)
+    plan = Plan(0.0, 1, peak_lr=0.1, warmup=1, weight_decay=0.1)
+    made = []
+
+    def form(name: str, seconds: float) -> Callable[[], training.Trainer]:
+        def loss() -> Tensor:
+            time.sleep(seconds)
+            return layer(torch.ones(1, 1)).square().mean()
+
+        def trainer() -> training.Trainer:
+            if seconds < 0:
+                raise RuntimeError("no such layout")
+            made.append(name)
+            return training.Trainer(loss, list(layer.parameters()), plan)
+
+        return trainer
+
+    before = layer.weight.item()
+    forms = {"slow": form("slow", 0.01), "fast": form("fast", 0.001), "broken": form("", -1.0)}
+    trainer = training.fastest("line", forms, tried=True)
+    assert made == ["slow", "fast", "fast"]
+    assert abs(layer.weight.item() - before) < 1e-5, "trying a form trains nothing"
+    trainer.step(0.1)
+    assert abs(layer.weight.item() - before) > 1e-2
+    with pytest.raises(RuntimeError, match="no form"):
+        training.fastest("line", {"broken": forms["broken"]}, tried=True)
+
+
+def test_a_killed_part_goes_on_from_its_snapshot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flags = ["--quick", "--device", "cpu", "--work", str(tmp_path), "--out", str(tmp_path / "out")]
+    monkeypatch.setattr(training, "SNAPSHOT_SECONDS", 0.0)
+
+    def killed(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(vae, "fold", killed)
+        Studio(parse([*flags, "--parts", "vae"])).run()
+    kept = torch.load(tmp_path / "vae.snapshot.pt")["vae"]
+    with monkeypatch.context() as patched:
+        patched.setattr(vae, "fold", lambda *_, **__: None)
+        studio = Studio(parse([*flags, "--parts", "vae", "--resume", "--steps", "vae=0"]))
+        studio.run()
+    found = studio.load("vae")["vae"]
+    assert all(torch.equal(tensor, kept[name]) for name, tensor in found.items())
+    assert found.keys() == kept.keys() and not (tmp_path / "vae.snapshot.pt").exists()
 
 
 def test_the_folders_are_wans(trained: Trained) -> None:

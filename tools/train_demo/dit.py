@@ -173,7 +173,9 @@ def train_dit(models: Models, data: Data, table: Tensor, plan: Plan, run: Run) -
             run.snapshot()
 
     name = "i2v" if i2v else "t2v"
-    forms = {"eager": form(compiled=False), "compiled": form(compiled=True)}
+    forms = {"eager": form(compiled=False)}
+    if plan.compiled:
+        forms["compiled"] = form(compiled=True)
     trainer, average = fastest(name, forms, tried=plan.on_graph(device)), Average(parameters)
     history = train(name, trainer, plan, run.started, average.update, snapshot)
     average.apply()

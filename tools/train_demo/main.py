@@ -92,8 +92,8 @@ class Studio:
         for part in asked:
             torch.manual_seed(self.args.seed + PARTS.index(part))
             seconds = 60 * self.args.minutes * SHARES[part] / total
-            captured = not self.args.eager
-            plan = Plan(seconds, steps.get(part), captured=captured, **PLANS[part])
+            how = {"captured": not self.args.eager, "compiled": not self.args.no_compile}
+            plan = Plan(seconds, steps.get(part), **how, **PLANS[part])
             begun = time.monotonic()
             state = trainers[part](plan)
             state["report"]["seconds_with_data_and_scores"] = round(time.monotonic() - begun, 1)
@@ -282,6 +282,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--seed", type=int, default=0)
     add("--device", choices=("cuda", "cpu"), default="cuda" if cuda else "cpu")
     add("--resume", action="store_true", help="from snapshots of parts that did not finish")
+    add("--no-compile", action="store_true", help="do not try torch.compile")
     add("--eager", action="store_true", help="no CUDA graphs: four times slower")
     add("--quick", action="store_true", help="tiny models, a few steps: tries the code")
     args = parser.parse_args(argv)

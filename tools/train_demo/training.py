@@ -38,6 +38,8 @@ class Plan:
     weight_decay: float
     captured: bool = True
     """As a CUDA graph, on CUDA."""
+    compiled: bool = True
+    """Try torch.compile too where forms are tried."""
 
     def on_graph(self, device: torch.device) -> bool:
         """Whether steps on this device are CUDA graphs."""

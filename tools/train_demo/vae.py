@@ -60,8 +60,9 @@ def train_vae(
     forms = {
         "contiguous": form(torch.contiguous_format, compiled=False),
         "channels last": form(torch.channels_last_3d, compiled=False),
-        "channels last, compiled": form(torch.channels_last_3d, compiled=True),
     }
+    if plan.compiled:
+        forms["channels last, compiled"] = form(torch.channels_last_3d, compiled=True)
     trainer = fastest("vae", forms, tried=plan.on_graph(vae.device))
     history = train("vae", trainer, plan, started, snapshot=snapshot)
     lay_out(vae, torch.contiguous_format)
