@@ -176,7 +176,7 @@ def train_dit(models: Models, data: Data, table: Tensor, plan: Plan, run: Run) -
     forms = {"eager": form(compiled=False)}
     if plan.compiled:
         forms["compiled"] = form(compiled=True)
-    trainer, average = fastest(name, forms, tried=plan.on_graph(device)), Average(parameters)
+    trainer, average = fastest(name, forms, tried=plan.tries_forms(device)), Average(parameters)
     history = train(name, trainer, plan, run.started, average.update, snapshot)
     average.apply()
     compile_blocks(models.dit, compiled=False)

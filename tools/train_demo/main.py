@@ -55,10 +55,12 @@ class Amounts:
     vae_batch: int
     dit_batch: int
     folded_batches: int
+    folded: int
+    """Clips in each of these batches, and to tell the VAE's quality."""
 
 
-FULL = Amounts(dit.Amount(24576, 256, 4096), 96, vae.BATCH, dit.BATCH, 16)
-QUICK = Amounts(dit.Amount(4, 4, 4), 2, vae.QUICK_BATCH, dit.QUICK_BATCH, 2)
+FULL = Amounts(dit.Amount(24576, 256, 4096), 96, vae.BATCH, dit.BATCH, 16, 64)
+QUICK = Amounts(dit.Amount(4, 4, 4), 2, vae.QUICK_BATCH, dit.QUICK_BATCH, 2, 4)
 DATA_SHARE = 0.2
 """Of a DiT's minutes, at most, for encoding clips."""
 
@@ -115,7 +117,7 @@ class Studio:
             batch=amounts.vae_batch,
             snapshot=lambda: self.save("vae", {"vae": model.state_dict()}, SNAPSHOT),
         )
-        batch = amounts.encoded.batch
+        batch = amounts.folded
         vae.fold(model, self.painter, batches=amounts.folded_batches, batch=batch)
         report = _history(history, plan, amounts.vae_batch, models.parameters(model))
         report |= vae.quality(model, self.painter, batch=batch)

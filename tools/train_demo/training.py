@@ -45,6 +45,10 @@ class Plan:
         """Whether steps on this device are CUDA graphs."""
         return self.captured and device.type == "cuda"
 
+    def tries_forms(self, device: torch.device) -> bool:
+        """Whether it is worth while to look for the fastest form of the models."""
+        return self.on_graph(device) and self.steps != 0
+
     def lr(self, step: int, steps: int | None) -> float:
         """A rise, then a cosine down to nothing; `steps` is None until the pace is known."""
         rise = min(1.0, (step + 1) / self.warmup)

@@ -63,7 +63,7 @@ def train_vae(
     }
     if plan.compiled:
         forms["channels last, compiled"] = form(torch.channels_last_3d, compiled=True)
-    trainer = fastest("vae", forms, tried=plan.on_graph(vae.device))
+    trainer = fastest("vae", forms, tried=plan.tries_forms(vae.device))
     history = train("vae", trainer, plan, started, snapshot=snapshot)
     lay_out(vae, torch.contiguous_format)
     vae.eval().requires_grad_(False)
