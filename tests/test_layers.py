@@ -43,7 +43,14 @@ FENCED: dict[str, tuple[str, ...]] = {
     "av": ("pipeline/",),
     "tokenizers": ("synth/",),
 }
-OPTIONAL_KERNELS = ("flash_attn", "flash_attn_interface", "fa3_fwd_interface", "sageattention")
+OPTIONAL_KERNELS = (
+    "flash_attn",
+    "flash_attn_interface",
+    "fa3_fwd_interface",
+    "sageattention",
+    "triton",
+    "shared_offload.model.fused",  # imports triton
+)
 FILES = sorted(p.relative_to(ROOT).as_posix() for p in ROOT.rglob("*.py"))
 
 

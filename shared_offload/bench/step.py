@@ -35,6 +35,7 @@ from shared_offload.bench.clock import (
 from shared_offload.bench.floors import Part, Workbench, block_parts, time_parts
 from shared_offload.bench.workload import Workload, filled_arena, lay_out
 from shared_offload.model.attention import ATTENTION_NAMES, AUTO, Attention, select_attention
+from shared_offload.model.operations import select_operations
 from shared_offload.pipeline.conditioning import latent_shape
 from shared_offload.streaming.source import Source, resident_from_host
 from shared_offload.streaming.streamer import StreamedSource
@@ -153,12 +154,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("--granularity", choices=("block", "phase"), default="block")
     parser.add_argument("--dtype", choices=("fp8", "bf16"), default="fp8", help="of the weights")
     parser.add_argument("--attention", choices=ATTENTION_NAMES, default=AUTO)
-    parser.add_argument(
-        "--compile",
-        choices=("auto", "true", "false"),
-        default="auto",
-        help="phases through torch.compile; auto: on a GPU",
-    )
+    stream.add_compile(parser)
     parser.add_argument("--steps", type=int, default=3, help="measured of each kind; default: 3")
     parser.add_argument("--slots", type=int, default=2)
     parser.add_argument(
@@ -171,7 +167,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def run(args: argparse.Namespace) -> int:
     """Measure, print the table, write the JSON."""
     device = first_device()
-    options = _options(args, device)
+    options = _options(args)
     kernel, warning = select_attention(args.attention, device, torch.bfloat16)
     if warning:
         Console(stderr=True).print(warning)
@@ -191,7 +187,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _options(args: argparse.Namespace, device: torch.device) -> Options:
+def _options(args: argparse.Namespace) -> Options:
     at_least("--steps", args.steps)
     at_least("--slots", args.slots, 2)
     if (tokens := args.tokens) is None:
@@ -199,7 +195,6 @@ def _options(args: argparse.Namespace, device: torch.device) -> Options:
         _, *sizes = latent_shape(args.frames, args.height, args.width)
         frames, height, width = (n // patch for n, patch in zip(sizes, PATCH, strict=True))
         tokens = frames * height * width
-    compiled = device.type == "cuda" if args.compile == "auto" else args.compile == "true"
     step = stream.Options(
         size=args.size,
         task=args.task,
@@ -210,7 +205,7 @@ def _options(args: argparse.Namespace, device: torch.device) -> Options:
         steps=args.steps,
         slots=args.slots,
         attention=args.attention,
-        compiled=compiled,
+        compiled=stream.COMPILE[args.compile],
     )
     return Options(step, args.weights, 1 if args.no_cfg else 2, args.profile)
 
@@ -221,11 +216,18 @@ def measure(options: Options, device: torch.device, kernel: Attention) -> Result
     arch = stream._architecture(step)
     layout = lay_out(arch, fp8=step.dtype == "fp8")
     before = _floor(options, arch, device, kernel)
-    workload = Workload(arch, device, tokens=step.tokens, share=step.share, attention=kernel.run)
+    operations, _ = select_operations(step.compiled, device, torch.bfloat16)
+    workload = Workload(
+        arch,
+        device,
+        tokens=step.tokens,
+        share=step.share,
+        attention=kernel.run,
+        operations=operations,
+    )
     del workload._branches[options.branches :]
     with (
         filled_arena(layout, device) as host,
-        stream._phases(step.compiled),
         _sources(options, layout, host, device) as make,
     ):
         first, timings, equal = _steps(options, workload, make, device)
@@ -327,7 +329,7 @@ def _table(options: Options, device: torch.device, kernel: str, result: Result) 
     branches = "two branches" if options.branches == 2 else "one branch"
     table = Table(
         title=f"{step.size} {step.task}, {step.dtype}, {step.tokens} tokens{share}, {branches}, "
-        f"{kernel}{', compiled' if step.compiled else ''}, {device_name(device)}"
+        f"{kernel}{'' if step.compiled else ', plain operations'}, {device_name(device)}"
     )
     table.add_column("")
     for name in ("shape", "TFLOP/s", "a step", "floor"):

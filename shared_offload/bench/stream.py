@@ -9,8 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
@@ -24,17 +23,18 @@ from torch import Tensor
 from shared_offload.bench.workload import Workload, filled_arena, lay_out
 from shared_offload.errors import ConfigError
 from shared_offload.model.attention import ATTENTION_NAMES, AUTO, select_attention
-from shared_offload.model.block import PHASE_FUNCTIONS, BlockFunction
+from shared_offload.model.operations import Compile, select_operations
 from shared_offload.streaming.source import Source, resident_from_host
 from shared_offload.streaming.streamer import StreamedSource
 from shared_offload.synth.sizes import IN_DIM, SIZES, architecture
-from shared_offload.weights.architecture import Architecture, Phase
+from shared_offload.weights.architecture import Architecture
 from shared_offload.weights.layout import Unit
 
 WARM_UPS = 2  # kernels are chosen and compiled in the first; the second is like all others
 STEPS_IN_A_ROW = 2
 COPIES = 10
 _GB = 1e9
+COMPILE: dict[str, Compile] = {AUTO: AUTO, "true": True, "false": False}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +50,7 @@ class Options:
     steps: int
     slots: int
     attention: str
-    compiled: bool
+    compiled: Compile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,9 +96,19 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("--steps", type=int, default=3, help="measured of each kind")
     parser.add_argument("--slots", type=int, default=2)
     parser.add_argument("--attention", choices=ATTENTION_NAMES, default=AUTO)
-    parser.add_argument("--compile", action="store_true", help="phases through torch.compile")
+    add_compile(parser)
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write all figures here")
     parser.set_defaults(run=run)
+
+
+def add_compile(parser: argparse.ArgumentParser) -> None:
+    """The option that the settings call `compile`."""
+    parser.add_argument(
+        "--compile",
+        choices=tuple(COMPILE),
+        default=AUTO,
+        help="fused kernels between products and attention; auto: where they run",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -113,7 +123,7 @@ def run(args: argparse.Namespace) -> int:
         steps=max(1, args.steps),
         slots=args.slots,
         attention=args.attention,
-        compiled=args.compile,
+        compiled=COMPILE[args.compile],
     )
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     kernel, warning = select_attention(options.attention, device, torch.bfloat16)
@@ -141,10 +151,16 @@ def measure(
     arch = _architecture(options)
     layout = lay_out(arch, fp8=options.dtype == "fp8")
     units = layout.units("phase" if options.granularity == "phase" else "block")
+    operations, _ = select_operations(options.compiled, device, torch.bfloat16)
     workload = Workload(
-        arch, device, tokens=options.tokens, share=options.share, attention=attention
+        arch,
+        device,
+        tokens=options.tokens,
+        share=options.share,
+        attention=attention,
+        operations=operations,
     )
-    with filled_arena(layout, device) as host, _phases(options.compiled):
+    with filled_arena(layout, device) as host:
         streamed = StreamedSource(units, host, device, slots=options.slots)
         streamed_peak = _warm_up(workload, streamed, device)
         resident = resident_from_host(units, host, device)
@@ -252,26 +268,11 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-@contextmanager
-def _phases(compiled: bool) -> Iterator[None]:
-    """The model's phase functions, compiled while inside."""
-    if not compiled:
-        yield
-        return
-    table = cast("dict[Phase, BlockFunction]", PHASE_FUNCTIONS)
-    plain = dict(table)
-    table.update({phase: torch.compile(f, dynamic=False) for phase, f in plain.items()})
-    try:
-        yield
-    finally:
-        table.update(plain)
-
-
 def _table(options: Options, device: torch.device, kernel: str, result: Result) -> Table:
     share = "" if options.share == 1 else f", 1/{options.share} of the work"
     table = Table(
         title=f"{options.size} {options.task}, {options.dtype}, {options.tokens} tokens{share}, "
-        f"by {options.granularity}, {kernel}{', compiled' if options.compiled else ''}, "
+        f"by {options.granularity}, {kernel}{'' if options.compiled else ', plain operations'}, "
         f"{_name(device)}"
     )
     table.add_column("")

@@ -21,8 +21,9 @@ from torch.nn import functional as F
 from shared_offload.memory.arena import create
 from shared_offload.memory.pinning import CudaRegistrar, chunk_spans, pin
 from shared_offload.model.attention import AttentionFn
-from shared_offload.model.dit import Branch, Dit
-from shared_offload.model.ulysses import Qkv
+from shared_offload.model.dit import Dit
+from shared_offload.model.operations import PLAIN, Operations
+from shared_offload.model.ulysses import Heads, Qkv, Tokens
 from shared_offload.synth.recipes import default_recipe
 from shared_offload.weights.architecture import (
     PATCH,
@@ -131,18 +132,18 @@ class LocalShare:
         x_BLC = x_BSC[:, :chunk]
         return F.pad(x_BLC, (0, 0, 0, chunk - x_BLC.shape[1])).contiguous()
 
-    def to_heads(self, qkv_BLNH: Qkv, tokens: int) -> Qkv:
+    def to_heads(self, qkv_BLNH: Qkv, tokens: int) -> Heads:
         """(B, L, P, M, H) read as (B, P L, M, H), trimmed to S."""
         q, k, v = (self._to_heads(x_BLNH)[:, :tokens] for x_BLNH in qkv_BLNH)
-        return q, k, v
+        return lambda: (q, k, v)
 
-    def to_tokens(self, out_BSMH: Tensor) -> Tensor:
+    def to_tokens(self, out_BSMH: Tensor) -> Tokens:
         """The way back, padded to P L tokens."""
         batch, tokens, heads, width = out_BSMH.shape
         chunk = -(-tokens // self.size)
         padded = F.pad(out_BSMH, (0, 0, 0, 0, 0, self.size * chunk - tokens))
         by_chunk = padded.view(batch, self.size, chunk, heads, width).transpose(1, 2)
-        return by_chunk.reshape(batch, chunk, self.size * heads, width)
+        return lambda: by_chunk.reshape(batch, chunk, self.size * heads, width)
 
     def gather_tokens(self, x_BLC: Tensor, tokens: int) -> Tensor:
         """This rank's chunk in everyone's place."""
@@ -165,6 +166,7 @@ class Workload:
         tokens: int,
         share: int,
         attention: AttentionFn,
+        operations: Operations = PLAIN,
     ) -> None:
         self.grid = grid_of(tokens)
         self._generator = torch.Generator(device).manual_seed(1)
@@ -177,6 +179,7 @@ class Workload:
             self_attention=attention,
             cross_attention=attention,
             exchange=LocalShare(share),
+            operations=operations,
         )
         sizes = [size * patch for size, patch in zip(self.grid, PATCH, strict=True)]
         i2v = arch.model_type == "i2v"
@@ -186,7 +189,7 @@ class Workload:
         clip = self._random(IMAGE_TOKENS, arch.image_dim) if i2v else None
         image = None if clip is None else self.dit.embed_image(clip)
         self._branches = [
-            Branch(self.dit.embed_text(self._random(rows, arch.text_dim)), image)
+            self.dit.make_branch(self._random(rows, arch.text_dim), image, keep=True)
             for rows in (arch.text_len // 2, arch.text_len // 4)
         ]
 

@@ -222,6 +222,11 @@ class Options(BaseModel):
     use_tiling_vae: bool = option(
         False, "The VAE works in overlapping tiles: less GPU memory, more time."
     )
+    compile: Literal["auto"] | bool = option(
+        "auto",
+        "Fused kernels between products and attention: `auto` where they run, `true` or an error, "
+        "`false` for plain torch operations.",
+    )
     self_attn_1_type: str = option(
         "auto",
         "Kernel of self-attention: `auto` (the fastest exact one), `torch_sdpa`, `flash_attn2`, "

@@ -1,4 +1,4 @@
-"""One DiT block of Wan 2.1 as three functions x -> x, residual included.
+"""One DiT block of Wan 2.1 as three phases x -> x, residual included.
 
 With m = modulation + e0, six rows of width D that are the same for all tokens (0 shift, 1 scale,
 2 gate of self-attention; 3, 4, 5 those of the feed-forward):
@@ -12,9 +12,9 @@ v is not normed. In self-attention q and k are then rotated by position. In imag
 image has keys and values of its own: two softmaxes over the same q, summed before the output
 projection.
 
-Invariant: a function reads only tensors of its own phase and has no state, so a run by blocks and a
-run by phases are equal bit for bit. x keeps its dtype; norms, modulation, rotation and gates are
-fp32 and rounded once.
+Invariant: a phase reads only tensors of its own and has no state but the memo that it is given, so
+a run by blocks and a run by phases are equal bit for bit. What is not a matrix product, attention
+or communication is in `operations`, which says how it is rounded.
 
 Shape letters: B batch, S all tokens, L tokens on this rank, E text tokens, I image tokens, D width,
 N heads, M heads on this rank, H head width.
@@ -22,17 +22,20 @@ N heads, M heads on this rank, H head width.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
-from torch.nn import functional as F
 
 from shared_offload.model.attention import AttentionFn
-from shared_offload.model.layers import Weights, layer_norm, linear, rms_norm
-from shared_offload.model.rope import RopeTable, rotate
+from shared_offload.model.layers import Weights, linear, linears
+from shared_offload.model.operations import PLAIN, Operations
+from shared_offload.model.rope import RopeTable
 from shared_offload.model.ulysses import Exchange
 from shared_offload.weights.architecture import Phase
+
+Memo = dict[str, tuple[Tensor, Tensor]]
+"""Keys and values of one block over the context of one branch, by the layers' suffix."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,48 +56,85 @@ class BlockInputs:
     self_attention: AttentionFn
     cross_attention: AttentionFn
     exchange: Exchange
+    operations: Operations = PLAIN
 
 
-BlockFunction = Callable[[Tensor, Weights, BlockInputs], Tensor]
+Passage = Generator[None, None, Tensor]
+"""A phase under way. Yields where it waits for other ranks, so that another branch can use the
+time; returns x."""
+
+BlockFunction = Callable[[Tensor, Weights, BlockInputs, Memo | None], Passage]
 
 
-def self_attention(x_BLD: Tensor, w: Weights, inputs: BlockInputs) -> Tensor:
+def in_step(passages: Sequence[Passage]) -> list[Tensor]:
+    """Run phases to their ends, each up to where it waits in turn; their results in order."""
+    results: dict[int, Tensor] = {}
+    while len(results) < len(passages):
+        for index, passage in enumerate(passages):
+            if index in results:
+                continue
+            try:
+                next(passage)
+            except StopIteration as end:
+                results[index] = end.value
+    return [results[index] for index in range(len(passages))]
+
+
+def self_attention(
+    x_BLD: Tensor, w: Weights, inputs: BlockInputs, memo: Memo | None = None
+) -> Passage:
     """The first phase. Collective over the exchange's ranks: two all-to-alls."""
+    del memo
     shift, scale, gate = _modulation(w["self_attn.modulation"], inputs.e0_6D[:3])
-    y_BLD = layer_norm(x_BLD, 1 + scale, shift, inputs.eps).to(x_BLD.dtype)
+    do = inputs.operations
+    y = do.norm(x_BLD, 1 + scale, shift, inputs.eps, w["self_attn.q.weight"])
+    q, k, v = linears(y, w, [f"self_attn.{part}" for part in "qkv"])
     q_BLNH, k_BLNH = (
-        rotate(_normed_heads(y_BLD, w, f"self_attn.{part}", inputs), inputs.rope).to(x_BLD.dtype)
-        for part in ("q", "k")
+        do.heads(part, w[f"self_attn.norm_{name}.weight"], inputs.eps, inputs.heads, inputs.rope)
+        for name, part in (("q", q), ("k", k))
     )
-    v_BLNH = _heads(linear(y_BLD, w, "self_attn.v"), inputs)
-    q_BSMH, k_BSMH, v_BSMH = inputs.exchange.to_heads((q_BLNH, k_BLNH, v_BLNH), inputs.tokens)
-    out_BSMH = inputs.self_attention(q_BSMH, k_BSMH, v_BSMH)
-    out_BLNH = inputs.exchange.to_tokens(out_BSMH)
-    return _gated(x_BLD, linear(out_BLNH.flatten(2), w, "self_attn.o"), gate)
+    heads = inputs.exchange.to_heads((q_BLNH, k_BLNH, _heads(v, inputs)), inputs.tokens)
+    del y, q, k, v, q_BLNH, k_BLNH  # gigabytes, while another branch runs
+    yield
+    out_BSMH = inputs.self_attention(*heads())
+    tokens = inputs.exchange.to_tokens(out_BSMH)
+    del heads, out_BSMH
+    yield
+    out = do.total([tokens().flatten(2)], w["self_attn.o.weight"])
+    return do.add(x_BLD, linear(out, w, "self_attn.o"), gate)
 
 
-def cross_attention(x_BLD: Tensor, w: Weights, inputs: BlockInputs) -> Tensor:
+def cross_attention(
+    x_BLD: Tensor, w: Weights, inputs: BlockInputs, memo: Memo | None = None
+) -> Passage:
     """The second phase: text, and the image where there is one. Local to the rank."""
-    y_BLD = layer_norm(x_BLD, w["norm3.weight"], w["norm3.bias"], inputs.eps).to(x_BLD.dtype)
-    q_BLNH = _normed_heads(y_BLD, w, "cross_attn.q", inputs).to(x_BLD.dtype)
+    do = inputs.operations
+    y = do.norm(x_BLD, w["norm3.weight"], w["norm3.bias"], inputs.eps, w["cross_attn.q.weight"])
+    norm = w["cross_attn.norm_q.weight"]
+    q_BLNH = do.heads(linear(y, w, "cross_attn.q"), norm, inputs.eps, inputs.heads, None)
+    outs = [
+        inputs.cross_attention(q_BLNH, *_keys_and_values(context, w, suffix, inputs, memo)).flatten(
+            2
+        )
+        for context, suffix in ((inputs.text_BED, ""), (inputs.image_BID, "_img"))
+        if context is not None
+    ]
+    out = do.total(outs, w["cross_attn.o.weight"])
+    return do.add(x_BLD, linear(out, w, "cross_attn.o"), None)
+    yield
 
-    def attend(context: Tensor, suffix: str) -> Tensor:
-        k = _normed_heads(context, w, f"cross_attn.k{suffix}", inputs).to(x_BLD.dtype)
-        v = _heads(linear(context, w, f"cross_attn.v{suffix}"), inputs)
-        return inputs.cross_attention(q_BLNH, k, v)
 
-    out_BLNH = attend(inputs.text_BED, "")
-    if inputs.image_BID is not None:
-        out_BLNH = out_BLNH + attend(inputs.image_BID, "_img")
-    return x_BLD + linear(out_BLNH.flatten(2), w, "cross_attn.o")
-
-
-def feed_forward(x_BLD: Tensor, w: Weights, inputs: BlockInputs) -> Tensor:
+def feed_forward(
+    x_BLD: Tensor, w: Weights, inputs: BlockInputs, memo: Memo | None = None
+) -> Passage:
     """The third phase. Local to the rank."""
+    del memo
     shift, scale, gate = _modulation(w["ffn.modulation"], inputs.e0_6D[3:])
-    y_BLD = layer_norm(x_BLD, 1 + scale, shift, inputs.eps).to(x_BLD.dtype)
-    hidden = F.gelu(linear(y_BLD, w, "ffn.0"), approximate="tanh")
-    return _gated(x_BLD, linear(hidden, w, "ffn.2"), gate)
+    do = inputs.operations
+    y = do.norm(x_BLD, 1 + scale, shift, inputs.eps, w["ffn.0.weight"])
+    hidden = do.gelu(linear(y, w, "ffn.0"), w["ffn.2.weight"])
+    return do.add(x_BLD, linear(hidden, w, "ffn.2"), gate)
+    yield
 
 
 PHASE_FUNCTIONS: Mapping[Phase, BlockFunction] = {
@@ -104,23 +144,28 @@ PHASE_FUNCTIONS: Mapping[Phase, BlockFunction] = {
 }
 
 
+def _keys_and_values(
+    context: Tensor, w: Weights, suffix: str, inputs: BlockInputs, memo: Memo | None
+) -> tuple[Tensor, Tensor]:
+    """Of the context's rows; they are the same in every step, so a memo keeps them."""
+    if memo is not None and suffix in memo:
+        return memo[suffix]
+    norm = w[f"cross_attn.norm_k{suffix}.weight"]
+    k, v = linears(context, w, [f"cross_attn.{part}{suffix}" for part in "kv"])
+    k_BENH, v_BENH = (
+        inputs.operations.heads(k, norm, inputs.eps, inputs.heads, None),
+        _heads(v, inputs),
+    )
+    if memo is not None:
+        memo[suffix] = k_BENH, v_BENH.contiguous()  # not a view that keeps the whole product
+    return memo[suffix] if memo is not None else (k_BENH, v_BENH)
+
+
 def _modulation(modulation_13D: Tensor, e0_3D: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Shift, scale and gate of a phase, fp32 (D) each."""
     shift, scale, gate = (modulation_13D[0].float() + e0_3D).unbind(0)
     return shift, scale, gate
 
 
-def _gated(x_BLD: Tensor, y_BLD: Tensor, gate_D: Tensor) -> Tensor:
-    # gate is fp32, so both operations are, by type promotion and without fp32 copies of x and y.
-    return (x_BLD + y_BLD * gate_D).to(x_BLD.dtype)
-
-
 def _heads(x_BLD: Tensor, inputs: BlockInputs) -> Tensor:
-    return x_BLD.reshape(*x_BLD.shape[:-1], inputs.heads, -1)
-
-
-def _normed_heads(x_BLD: Tensor, w: Weights, name: str, inputs: BlockInputs) -> Tensor:
-    """q or k of the layer `name` (attention.part), RMS-normed; fp32 (B, L, N, H)."""
-    attention, part = name.split(".")
-    weight = w[f"{attention}.norm_{part}.weight"]
-    return _heads(rms_norm(linear(x_BLD, w, name), weight, inputs.eps), inputs)
+    return x_BLD.view(*x_BLD.shape[:-1], inputs.heads, -1)

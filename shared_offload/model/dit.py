@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -22,11 +23,12 @@ from torch.nn import functional as F
 
 from shared_offload.errors import InputError
 from shared_offload.model.attention import AttentionFn
-from shared_offload.model.block import PHASE_FUNCTIONS, BlockInputs
-from shared_offload.model.layers import layer_norm, linear, linear_fp32
+from shared_offload.model.block import PHASE_FUNCTIONS, BlockInputs, Memo, in_step
+from shared_offload.model.layers import Weights, layer_norm, linear, linear_fp32
+from shared_offload.model.operations import PLAIN, Operations
 from shared_offload.model.rope import RopeTable, angles
 from shared_offload.model.ulysses import SINGLE, Exchange
-from shared_offload.weights.architecture import MODULATIONS, PATCH, Architecture
+from shared_offload.weights.architecture import MODULATIONS, PATCH, Architecture, Phase
 from shared_offload.weights.layout import WeightSource
 
 TIME_PERIOD = 10000.0
@@ -44,6 +46,8 @@ class Branch:
 
     text_ED: Tensor
     image_ID: Tensor | None = None
+    memos: Sequence[Memo] | None = None
+    """One for each block, to keep keys and values over the context from step to step; or none."""
 
 
 class Dit:
@@ -64,6 +68,7 @@ class Dit:
         self_attention: AttentionFn,
         cross_attention: AttentionFn,
         exchange: Exchange = SINGLE,
+        operations: Operations = PLAIN,
     ) -> None:
         self.arch = arch
         self.dtype = dtype
@@ -71,6 +76,7 @@ class Dit:
         self._self_attention = self_attention
         self._cross_attention = cross_attention
         self._exchange = exchange
+        self._operations = operations
         self._w = {
             name: tensor.to(device, None if name.startswith(_FP32_PREFIXES) else dtype)
             for name, tensor in weights.items()
@@ -105,6 +111,13 @@ class Dit:
         hidden = F.gelu(linear(y, self._w, "img_emb.proj.1"))
         return self._image_norm(linear(hidden, self._w, "img_emb.proj.3"), 4)
 
+    def make_branch(self, text_E: Tensor, image_ID: Tensor | None, *, keep: bool) -> Branch:
+        """A branch of T5's rows and the embedded image. `keep`: with memos, `memo_nbytes` of them
+        once it has been used; results are the same bits.
+        """
+        memos: list[Memo] | None = [{} for _ in range(self.arch.num_layers)] if keep else None
+        return Branch(self.embed_text(text_E), image_ID, memos)
+
     @torch.no_grad()
     def velocities(
         self,
@@ -125,12 +138,42 @@ class Dit:
         e_D, e0_6D = self._embed_time(timestep)
         inputs = [self._inputs(branch, e0_6D, grid) for branch in branches]
         xs = [self._embed_patches(full)] * len(branches)  # phases make new tensors
-        for unit in source.units:
-            with source.borrow(unit) as w:
-                for i, branch_inputs in enumerate(inputs):
+        memos: list[Sequence[Memo | None]] = [
+            branch.memos or [None] * self.arch.num_layers for branch in branches
+        ]
+        with self._on_device():
+            for unit in source.units:
+                with source.borrow(unit) as w:
+                    block_memos = [kept[unit.block] for kept in memos]
                     for phase in unit.phases:
-                        xs[i] = PHASE_FUNCTIONS[phase](xs[i], w, branch_inputs)
-        return [self._head(x_BLD, e_D, grid) for x_BLD in xs]
+                        xs = self._pass(phase, xs, w, inputs, block_memos)
+            return [self._head(x_BLD, e_D, grid) for x_BLD in xs]
+
+    def memo_nbytes(self, image_tokens: int) -> int:
+        """Bytes that the memos of one branch take."""
+        rows = self.arch.text_len + image_tokens
+        return 2 * rows * self.arch.dim * self.arch.num_layers * self.dtype.itemsize
+
+    def _pass(
+        self,
+        phase: Phase,
+        xs: Sequence[Tensor],
+        w: Weights,
+        inputs: Sequence[BlockInputs],
+        memos: Sequence[Memo | None],
+    ) -> list[Tensor]:
+        """All branches through a phase: in step where one can use the time that another waits for
+        its peers, else one after the other, which needs less memory.
+        """
+        function = PHASE_FUNCTIONS[phase]
+        passages = (function(x, w, i, memo) for x, i, memo in zip(xs, inputs, memos, strict=True))
+        if self._exchange.size > 1:
+            return in_step(list(passages))
+        return [x for passage in passages for x in in_step([passage])]
+
+    def _on_device(self) -> AbstractContextManager[object]:
+        """Fused kernels are launched on the current device."""
+        return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
 
     def _inputs(self, branch: Branch, e0_6D: Tensor, grid: Grid) -> BlockInputs:
         return BlockInputs(
@@ -144,6 +187,7 @@ class Dit:
             self_attention=self._self_attention,
             cross_attention=self._cross_attention,
             exchange=self._exchange,
+            operations=self._operations,
         )
 
     def _grid(self, latent_CTYX: Tensor) -> Grid:

@@ -8,27 +8,79 @@ Shape letters: D width, K input width, O output width.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from shared_offload.weights.fp8 import FP8_DTYPE, linear_fp8
+from shared_offload.weights.fp8 import FP8_DTYPE, linear_fp8, multiply
 
 Weights = Mapping[str, Tensor]
 
 
-def linear(x: Tensor, w: Weights, name: str) -> Tensor:
+@dataclass(frozen=True, slots=True)
+class Quantised:
+    """Rows in FP8, ready for any number of FP8 layers. Products are in `dtype`."""
+
+    codes: Tensor
+    """(M, K) FP8."""
+    scale: Tensor
+    """(M, 1) fp32."""
+    shape: torch.Size
+    """Of the rows; its product is M."""
+    dtype: torch.dtype
+
+
+Rows = Tensor | Quantised
+
+
+def linear(x: Rows, w: Weights, name: str) -> Tensor:
     """x (..., K) through the layer `name`: (..., O) in x's dtype.
 
     An FP8 weight brings `name`.weight_scale and is multiplied as `weights.fp8` says; any other is
-    multiplied in its own dtype.
+    multiplied in its own dtype, and x must be no `Quantised`.
     """
     weight, bias = w[f"{name}.weight"], w[f"{name}.bias"]
-    if weight.dtype == FP8_DTYPE:
-        return linear_fp8(x, weight, w[f"{name}.weight_scale"], bias)
+    scale = w[f"{name}.weight_scale"] if weight.dtype == FP8_DTYPE else None
+    return _multiply(x, weight, scale, bias)
+
+
+def linears(x: Rows, w: Weights, names: Sequence[str]) -> Sequence[Tensor]:
+    """`linear` for each of several layers of equal size, in one product where that is possible.
+
+    It is where the layers lie side by side in memory, as `weights.layout` places them if their
+    sizes are multiples of its alignment. Results are then columns of one tensor.
+    """
+    kinds = ("weight", "bias", *(("weight_scale",) if f"{names[0]}.weight_scale" in w else ()))
+    whole = {kind: _adjacent([w[f"{name}.{kind}"] for name in names]) for kind in kinds}
+    weight, bias, scale = (whole.get(kind) for kind in ("weight", "bias", "weight_scale"))
+    if weight is None or bias is None or any(tensor is None for tensor in whole.values()):
+        return [linear(x, w, name) for name in names]
+    return _multiply(x, weight, scale, bias).chunk(len(names), dim=-1)
+
+
+def _multiply(x: Rows, weight: Tensor, scale: Tensor | None, bias: Tensor) -> Tensor:
+    if isinstance(x, Quantised):
+        assert scale is not None  # whoever quantised x looked at the weight
+        out = multiply(x.codes, x.scale, weight, scale, bias, x.dtype)
+        return out.reshape(*x.shape, -1)
+    if scale is not None:
+        return linear_fp8(x, weight, scale, bias)
     return F.linear(x.to(weight.dtype), weight, bias.to(weight.dtype)).to(x.dtype)
+
+
+def _adjacent(parts: Sequence[Tensor]) -> Tensor | None:
+    """One view over tensors of equal shape that follow each other in one buffer, else None."""
+    first = parts[0]
+    start, nbytes = first.data_ptr(), first.nbytes
+    storage = first.untyped_storage().data_ptr()
+    for index, part in enumerate(parts):
+        beside = part.data_ptr() == start + index * nbytes and part.shape == first.shape
+        if not beside or part.untyped_storage().data_ptr() != storage:
+            return None
+    return first.as_strided((len(parts) * first.shape[0], *first.shape[1:]), first.stride())
 
 
 def linear_fp32(x: Tensor, w: Weights, name: str, pieces: int = 1) -> Tensor:

@@ -14,6 +14,7 @@ heads on this rank, H head width, C channels, P ranks.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -24,10 +25,17 @@ from torch.nn import functional as F
 from shared_offload.ranks.tensors import all_gather
 
 Qkv = tuple[Tensor, Tensor, Tensor]
+Heads = Callable[[], Qkv]
+"""q, k, v when they have come; to be called once."""
+Tokens = Callable[[], Tensor]
 
 
 class Exchange(Protocol):
-    """Sequence parallelism as the model sees it; every method is collective over `size` ranks."""
+    """Sequence parallelism as the model sees it; every method is collective over `size` ranks.
+
+    `to_heads` and `to_tokens` begin an exchange and return what waits for its end, so that other
+    work can run meanwhile.
+    """
 
     @property
     def size(self) -> int:
@@ -36,10 +44,10 @@ class Exchange(Protocol):
     def split_tokens(self, x_BSC: Tensor) -> Tensor:
         """This rank's chunk (B, L, C), padded with zeros. Local: no communication."""
 
-    def to_heads(self, qkv_BLNH: Qkv, tokens: int) -> Qkv:
+    def to_heads(self, qkv_BLNH: Qkv, tokens: int) -> Heads:
         """q, k, v of all `tokens` for this rank's heads: three of (B, S, M, H)."""
 
-    def to_tokens(self, out_BSMH: Tensor) -> Tensor:
+    def to_tokens(self, out_BSMH: Tensor) -> Tokens:
         """The way back: (B, L, N, H), zeros for pads."""
 
     def gather_tokens(self, x_BLC: Tensor, tokens: int) -> Tensor:
@@ -54,11 +62,11 @@ class Single:
     def split_tokens(self, x_BSC: Tensor) -> Tensor:
         return x_BSC
 
-    def to_heads(self, qkv_BLNH: Qkv, tokens: int) -> Qkv:  # noqa: ARG002 - S is L here
-        return qkv_BLNH
+    def to_heads(self, qkv_BLNH: Qkv, tokens: int) -> Heads:  # noqa: ARG002 - S is L here
+        return lambda: qkv_BLNH
 
-    def to_tokens(self, out_BSMH: Tensor) -> Tensor:
-        return out_BSMH
+    def to_tokens(self, out_BSMH: Tensor) -> Tokens:
+        return lambda: out_BSMH
 
     def gather_tokens(self, x_BLC: Tensor, tokens: int) -> Tensor:  # noqa: ARG002
         return x_BLC
@@ -70,9 +78,9 @@ SINGLE: Exchange = Single()
 class Ulysses:
     """Exchange over a process group (gloo on CPU, NCCL on GPUs); does not own the group.
 
-    NCCL collectives run on the group's own stream and the current stream waits for them there, so
-    the host never does. The number of heads must be a multiple of the group's size; start-up
-    checks that.
+    NCCL collectives run on the group's own stream, beside what is enqueued until their result is
+    asked for; then the current stream waits for them, and the host never does. The number of heads
+    must be a multiple of the group's size; start-up checks that.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -88,7 +96,7 @@ class Ulysses:
         x_BLC = x_BSC[:, start : start + chunk]
         return F.pad(x_BLC, (0, 0, 0, chunk - x_BLC.shape[1])).contiguous()
 
-    def to_heads(self, qkv_BLNH: Qkv, tokens: int) -> Qkv:
+    def to_heads(self, qkv_BLNH: Qkv, tokens: int) -> Heads:
         """Collective. One all-to-all; peak memory: send and receive buffers of 3 B L N H each."""
         size = self.size
         batch, chunk, heads, width = qkv_BLNH[0].shape
@@ -97,12 +105,16 @@ class Ulysses:
             # (B, L, N, H) -> (B, L, P, M, H) -> (P, B, L, M, H): heads of one peer together
             by_peer = x_BLNH.reshape(batch, chunk, size, heads // size, width)
             send[:, part] = by_peer.permute(2, 0, 1, 3, 4)
-        received = torch.empty_like(send)
-        dist.all_to_all_single(received, send, group=self._group)
-        q, k, v = (self._join(received[:, part], tokens) for part in range(3))
-        return q, k, v
+        arrived = self._begin(send)
 
-    def to_tokens(self, out_BSMH: Tensor) -> Tensor:
+        def joined() -> Qkv:
+            received = arrived()
+            q, k, v = (self._join(received[:, part], tokens) for part in range(3))
+            return q, k, v
+
+        return joined
+
+    def to_tokens(self, out_BSMH: Tensor) -> Tokens:
         """Collective. One all-to-all."""
         size = self.size
         batch, tokens, heads, width = out_BSMH.shape
@@ -110,11 +122,9 @@ class Ulysses:
         padded = F.pad(out_BSMH, (0, 0, 0, 0, 0, size * chunk - tokens))
         # (B, P L, M, H) -> (B, P, L, M, H) -> (P, B, L, M, H): tokens of one peer together
         by_peer = padded.reshape(batch, size, chunk, heads, width)
-        send = by_peer.transpose(0, 1).contiguous()
-        received = torch.empty_like(send)
-        dist.all_to_all_single(received, send, group=self._group)
+        arrived = self._begin(by_peer.transpose(0, 1).contiguous())
         # received (P, B, L, M, H), P counting heads now -> (B, L, P, M, H) -> (B, L, N, H)
-        return received.permute(1, 2, 0, 3, 4).flatten(2, 3)
+        return lambda: arrived().permute(1, 2, 0, 3, 4).flatten(2, 3)
 
     def gather_tokens(self, x_BLC: Tensor, tokens: int) -> Tensor:
         """Collective. One all-gather."""
@@ -122,6 +132,18 @@ class Ulysses:
         received = x_BLC.new_empty(self.size, *x_BLC.shape)
         all_gather(received.flatten(0, 1), x_BLC, group=self._group)
         return self._join(received, tokens)
+
+    def _begin(self, send: Tensor) -> Tokens:
+        received = torch.empty_like(send)
+        work = dist.all_to_all_single(received, send, group=self._group, async_op=True)
+
+        def arrived() -> Tensor:
+            nonlocal send  # kept until here: the exchange reads it
+            work.wait()
+            del send
+            return received
+
+        return arrived
 
     def _chunk(self, tokens: int) -> int:
         return -(-tokens // self.size)

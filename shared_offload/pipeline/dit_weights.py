@@ -13,6 +13,7 @@ from shared_offload.config import Settings
 from shared_offload.memory.lifecycle import HostArena
 from shared_offload.model.attention import Attention, select_attention
 from shared_offload.model.dit import Dit
+from shared_offload.model.operations import select_operations
 from shared_offload.model.ulysses import SINGLE, Ulysses
 from shared_offload.pipeline.arena_blocks import open_blocks, read_threads
 from shared_offload.pipeline.disk_blocks import DiskArena, open_disk_blocks
@@ -64,7 +65,8 @@ def load_dit(
     dtype = torch_dtype(settings.dtype)
     attention, cross_attention = _kernels(settings, ranks, progress)
     names = f"{attention.name} (self), {cross_attention.name} (cross)"
-    progress.note(f"attention: {names}; device: {ranks.device}; dtype: {settings.dtype}")
+    operations, kind = select_operations(settings.compile, ranks.device, dtype)
+    progress.note(f"attention: {names}; {kind}; device: {ranks.device}; dtype: {settings.dtype}")
     for note in inventory.notes:
         progress.note(note)
     checkpoint = inventory.checkpoint
@@ -76,6 +78,7 @@ def load_dit(
         self_attention=attention.run,
         cross_attention=cross_attention.run,
         exchange=SINGLE if ranks.seq_group is None else Ulysses(ranks.seq_group),
+        operations=operations,
     )
     if settings.lazy_load:
         source, ring = open_disk_blocks(settings, checkpoint, ranks, progress, name=name)

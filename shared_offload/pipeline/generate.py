@@ -18,8 +18,8 @@ from typing import Any, Self
 from torch import Tensor
 
 from shared_offload.config import Settings
-from shared_offload.model.dit import Branch
 from shared_offload.pipeline import conditioning
+from shared_offload.pipeline.branches import make_branches
 from shared_offload.pipeline.inventory import Inventory
 from shared_offload.pipeline.request import Request
 from shared_offload.pipeline.runner import Runner
@@ -142,8 +142,7 @@ class Pipeline:
         with stage("load DiT"):
             dit = runner.load_dit()
         with stage("denoise"), runner.stepping(len(scheduler.timesteps)) as on_step:
-            embedded = None if features is None else dit.model.embed_image(features)
-            branches = [Branch(dit.model.embed_text(text), embedded) for text in texts]
+            branches = make_branches(dit.model, texts, features)
 
             def predict(latent: Tensor, timestep: float) -> Tensor:
                 velocities = runner.velocities(latent, timestep, branches, condition)

@@ -70,10 +70,21 @@ def linear_fp8(x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | N
     everything on other devices. The weight must be contiguous.
     """
     codes, scale = quantise_rows(x)
-    product = _native if _fits_native(x, weight) else _emulated
-    return product(codes, scale, weight, weight_scale, bias, x.dtype).reshape(
-        *x.shape[:-1], weight.shape[0]
-    )
+    out = multiply(codes, scale, weight, weight_scale, bias, x.dtype)
+    return out.reshape(*x.shape[:-1], weight.shape[0])
+
+
+def multiply(
+    codes: Tensor,
+    scale: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+) -> Tensor:
+    """The product (M, N) in `dtype` of quantised rows (M, K), (M, 1) and an FP8 weight."""
+    product = _native if _fits_native(codes, weight, dtype) else _emulated
+    return product(codes, scale, weight, weight_scale, bias, dtype)
 
 
 def _row_amax(rows: Tensor) -> Tensor:
@@ -84,24 +95,19 @@ def _row_amax(rows: Tensor) -> Tensor:
     return amax
 
 
-def _fits_native(x: Tensor, weight: Tensor) -> bool:
-    if not x.is_cuda or x.dtype != torch.bfloat16 or x.numel() == 0:
+def _fits_native(codes: Tensor, weight: Tensor, dtype: torch.dtype) -> bool:
+    if not codes.is_cuda or dtype != torch.bfloat16 or codes.numel() == 0:
         return False
     rows, columns = weight.shape
     if rows % NATIVE_MULTIPLE or columns % NATIVE_MULTIPLE:
         return False
-    return bool(_gpu_has_fp8(x.device.index))
-
-
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _gpu_has_fp8(index: int) -> bool:
-    return _capability(index) >= NATIVE_CAPABILITY
+    return multiplies_fp8(codes.device.index)
 
 
 @functools.cache
-def _capability(index: int) -> tuple[int, int]:
-    major, minor = torch.cuda.get_device_capability(index)
-    return major, minor
+def multiplies_fp8(index: int) -> bool:
+    """The GPU has FP8 tensor cores."""
+    return torch.cuda.get_device_capability(index) >= NATIVE_CAPABILITY
 
 
 def _native(

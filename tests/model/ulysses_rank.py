@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
 from shared_offload.model.attention import sdpa
-from shared_offload.model.block import BlockInputs, self_attention
+from shared_offload.model.block import BlockInputs, in_step, self_attention
 from shared_offload.model.dit import Branch, Dit
 from shared_offload.model.rope import RopeTable, angles
 from shared_offload.model.ulysses import SINGLE, Exchange, Ulysses
@@ -50,8 +50,8 @@ def round_trip(
     x = random(batch, tokens, 3 * HEADS * WIDTH, dtype=dtype)
     local = exchange.split_tokens(x)
     qkv = local.reshape(batch, local.shape[1], 3, HEADS, WIDTH).unbind(2)
-    q, k, v = exchange.to_heads(qkv, tokens)
-    back = [exchange.to_tokens(2 * part) for part in (q, k, v)]
+    q, k, v = exchange.to_heads(qkv, tokens)()
+    back = [exchange.to_tokens(2 * part)() for part in (q, k, v)]
     gathered = exchange.gather_tokens(torch.stack(back, 2).flatten(2), tokens)
     return {"local": local, "q": q, "k": k, "v": v, "gathered": gathered}
 
@@ -98,7 +98,7 @@ def block_of_batch_two(exchange: Exchange) -> tuple[dict[str, Tensor], dict[str,
     w = tiny_model.as_read(tiny_model.block_weights(arch, 0))
     x = exchange.split_tokens(random(2, 45, arch.dim))
     with CommDebugMode() as collectives:
-        x = self_attention(x, w, inputs)
+        [x] = in_step([self_attention(x, w, inputs)])
     counts = {str(op): n for op, n in collectives.get_comm_counts().items() if n}
     return {"x": exchange.gather_tokens(x, 45)}, counts
 

@@ -1,0 +1,172 @@
+"""The operations of a block as one GPU kernel each.
+
+Each reads its inputs from memory once and writes its result once, which is all the time it takes: a
+row of activations stays in registers between its norm, its modulation, its largest value and its
+FP8 codes. Nothing is compiled again when a request changes the size of a video, and Triton keeps on
+disk what it compiled.
+
+docs/performance.md compares a step with these, with torch.compile and with neither.
+
+Shape letters: B batch, L tokens on this rank, D width, K input width, N heads, H head width, M all
+rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+from torch import Tensor
+
+from shared_offload.model import kernels
+from shared_offload.model.layers import Quantised, Rows
+from shared_offload.model.rope import RopeTable
+from shared_offload.weights.fp8 import FP8_DTYPE
+
+_PER_THREAD = 32  # elements of a row that a thread holds: more would spill, fewer idle
+_WARP = 32
+_PIECE = 1024  # of a row, of one program of `add`
+
+
+class Fused:
+    """One kernel for each operation; bf16 on CUDA, launched on the current device and stream."""
+
+    name = "fused"
+
+    def norm(
+        self, x_BLD: Tensor, scale_D: Tensor, shift_D: Tensor, eps: float, weight: Tensor
+    ) -> Rows:
+        x_MD, out, rows = _prepare(x_BLD, weight)
+        width = x_MD.shape[1]
+        block, warps = _block(width)
+        kernels.norm[(x_MD.shape[0],)](
+            x_MD,
+            scale_D,
+            shift_D,
+            *out,
+            x_MD.stride(0),
+            eps,
+            D=width,
+            BLOCK=block,
+            QUANTISED=isinstance(rows, Quantised),
+            num_warps=warps,
+        )
+        return rows
+
+    def gelu(self, x_BLK: Tensor, weight: Tensor) -> Rows:
+        x_MK, out, rows = _prepare(x_BLK, weight)
+        width = x_MK.shape[1]
+        block, warps = _block(width)
+        kernels.gelu[(x_MK.shape[0],)](
+            x_MK,
+            *out,
+            x_MK.stride(0),
+            K=width,
+            BLOCK=block,
+            QUANTISED=isinstance(rows, Quantised),
+            num_warps=warps,
+        )
+        return rows
+
+    def total(self, parts_BLD: Sequence[Tensor], weight: Tensor) -> Rows:
+        first, *others = (part.contiguous() for part in parts_BLD)
+        if not others and weight.dtype != FP8_DTYPE:
+            return first
+        x_MD, out, rows = _prepare(first, weight)
+        width = x_MD.shape[1]
+        block, warps = _block(width)
+        kernels.total[(x_MD.shape[0],)](
+            x_MD,
+            others[0] if others else x_MD,
+            *out,
+            D=width,
+            BLOCK=block,
+            TWO=bool(others),
+            QUANTISED=isinstance(rows, Quantised),
+            num_warps=warps,
+        )
+        return rows
+
+    def heads(
+        self, x_BLD: Tensor, norm_D: Tensor, eps: float, heads: int, rope: RopeTable | None
+    ) -> Tensor:
+        x_MD = _rows(x_BLD)
+        batch, tokens, width = x_BLD.shape
+        out = torch.empty(
+            batch, tokens, heads, width // heads, dtype=x_BLD.dtype, device=x_BLD.device
+        )
+        cos, sin = (norm_D, norm_D) if rope is None else rope
+        n_block, h_block = (triton.next_power_of_2(n) for n in (heads, width // heads))
+        kernels.heads[(x_MD.shape[0],)](
+            x_MD,
+            norm_D,
+            cos,
+            sin,
+            out,
+            x_MD.stride(0),
+            tokens,
+            eps,
+            N=heads,
+            H=width // heads,
+            N_BLOCK=n_block,
+            H_BLOCK=h_block,
+            TURNED=rope is not None,
+            num_warps=_warps(n_block * h_block),
+        )
+        return out
+
+    def add(self, x_BLD: Tensor, y_BLD: Tensor, gate_D: Tensor | None) -> Tensor:
+        x, y = x_BLD.contiguous(), y_BLD.contiguous()
+        width, out = x.shape[-1], torch.empty_like(x)
+        kernels.add[(x.numel() // width, triton.cdiv(width, _PIECE))](
+            x,
+            y,
+            x if gate_D is None else gate_D,
+            out,
+            D=width,
+            PIECE=_PIECE,
+            GATED=gate_D is not None,
+            num_warps=4,
+        )
+        return out
+
+
+def probe(device: torch.device) -> str:
+    """Compile and run a small kernel: why that failed, or ""."""
+    try:
+        with torch.cuda.device(device):
+            x = torch.ones(1, 2, 16, dtype=torch.bfloat16, device=device)
+            total = Fused().add(x, x, None)
+            right = bool((total == 2).all())
+    except (
+        Exception
+    ) as error:  # Triton needs a C compiler, a driver that it knows, a folder to write
+        return f"Triton cannot compile here ({(str(error) or repr(error)).splitlines()[0]})"
+    return "" if right else "Triton's kernels give wrong results here"
+
+
+def _rows(x: Tensor) -> Tensor:
+    """x as (M, D), whose last dimension is contiguous; rows may lie apart, in a wider product."""
+    rows = x.flatten(0, -2)
+    return rows if rows.stride(-1) == 1 else rows.contiguous()
+
+
+def _prepare(x: Tensor, weight: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor], Rows]:
+    """The input as rows, where to write values and scales, and the result that they are."""
+    rows = _rows(x)
+    if weight.dtype != FP8_DTYPE:
+        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        return rows, (out, out), out
+    codes = torch.empty(rows.shape, dtype=FP8_DTYPE, device=x.device)
+    scales = torch.empty(rows.shape[0], 1, dtype=torch.float32, device=x.device)
+    return rows, (codes, scales), Quantised(codes, scales, x.shape[:-1], x.dtype)
+
+
+def _block(width: int) -> tuple[int, int]:
+    block = triton.next_power_of_2(width)
+    return block, _warps(block)
+
+
+def _warps(elements: int) -> int:
+    return max(1, min(16, elements // (_PER_THREAD * _WARP)))
