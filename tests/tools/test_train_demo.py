@@ -131,7 +131,8 @@ def test_latents_have_wans_mean_and_deviation(trained: Trained) -> None:
     assert (latents.std((0, 2, 3, 4)) - 1).abs().max() < 0.2
     decoded = encoder.decode(latents[0])
     raw = trained.studio.load_vae()
-    assert (decoded - vae.decode(raw, vae.encode(raw, clips[:1]))[0]).abs().max() < 0.02
+    # A pixel where the norm has little to divide by shows the file's fp16 many times larger.
+    assert difference(decoded, vae.decode(raw, vae.encode(raw, clips[:1]))[0]) < 0.01
 
 
 def test_folding_changes_the_scale_of_latents_and_no_pixel() -> None:
