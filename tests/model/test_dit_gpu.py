@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from shared_offload.model.attention import sdpa, select_attention
-from shared_offload.model.dit import Branch, Dit
+from shared_offload.model.dit import Dit
+from shared_offload.model.operations import select_operations
 from tests.reference import tiny_model, wan_dit
 
 pytestmark = pytest.mark.gpu
@@ -43,7 +44,9 @@ def exact(blocks: list[dict[str, Tensor]]) -> Tensor:
 class Step:
     """A model on `device` and everything that one step of it needs."""
 
-    def __init__(self, device: torch.device, dtype: torch.dtype, fp8: bool = False) -> None:
+    def __init__(
+        self, device: torch.device, dtype: torch.dtype, fp8: bool = False, fused: bool = False
+    ) -> None:
         blocks = [tiny_model.quantise_block(b) for b in BLOCKS] if fp8 else BLOCKS
         read = [tiny_model.as_read(block, dtype) for block in blocks]
         self.on_device = [{n: t.to(device) for n, t in block.items()} for block in read]
@@ -55,9 +58,10 @@ class Step:
             device=device,
             self_attention=kernel,
             cross_attention=sdpa,
+            operations=select_operations(fused, device, dtype)[0],
         )
         image = self.dit.embed_image(CLIP)
-        self.branches = [Branch(self.dit.embed_text(text), image) for text in (TEXT, TEXT[:2])]
+        self.branches = [self.dit.make_branch(text, image, keep=fused) for text in (TEXT, TEXT[:2])]
         self.latent, self.condition = LATENT.to(device), CONDITION.to(device)
 
     def __call__(self) -> Tensor:
@@ -73,15 +77,23 @@ def test_equals_the_formulas(dtype: torch.dtype, floor: float) -> None:
     assert sqnr_db(Step(CUDA, dtype)(), exact(BLOCKS)) > floor
 
 
-def test_fp8_weights_equal_what_they_stand_for() -> None:
-    real = [tiny_model.dequantise_block(tiny_model.quantise_block(b)) for b in BLOCKS]
-    found = Step(CUDA, torch.bfloat16, fp8=True)()
-    assert sqnr_db(found, exact(real)) > 28
+@pytest.mark.parametrize("fp8", [False, True])
+def test_fused_kernels_are_no_less_exact(fp8: bool) -> None:
+    real = BLOCKS
+    if fp8:
+        real = [tiny_model.dequantise_block(tiny_model.quantise_block(b)) for b in BLOCKS]
+    wanted = exact(real)
+    plain, fused = (
+        sqnr_db(Step(CUDA, torch.bfloat16, fp8, fused=fused)(), wanted) for fused in (False, True)
+    )
+    assert plain > (28 if fp8 else 40) and fused > plain - 0.2
 
 
-def test_the_host_never_waits_in_a_step(host_must_not_wait) -> None:
-    step = Step(CUDA, torch.bfloat16, fp8=True)
+@pytest.mark.parametrize("fused", [False, True])
+def test_the_host_never_waits_in_a_step(host_must_not_wait, fused: bool) -> None:
+    step = Step(CUDA, torch.bfloat16, fp8=True, fused=fused)
+    expected = step()  # kernels are compiled in the first
     with host_must_not_wait():
         first = step()
         second = step()
-    assert torch.equal(first, second)
+    assert torch.equal(first, second) and torch.equal(first, expected)

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from shared_offload.model.attention import select_attention
-from shared_offload.model.dit import Branch, Dit
+from shared_offload.model.dit import Dit
+from shared_offload.model.operations import select_operations
 from shared_offload.streaming.source import Source, resident_from_host
 from shared_offload.streaming.streamer import StreamedSource
 from tests.reference import tiny_model
@@ -27,6 +28,7 @@ class Model:
             device=device,
             self_attention=attention.run,
             cross_attention=attention.run,
+            operations=select_operations("auto", device, dtype)[0],
         )
         generator = torch.Generator().manual_seed(7)
 
@@ -38,7 +40,7 @@ class Model:
         self.condition = random(20, 3, 6, 10) if i2v else None
         image = self.dit.embed_image(random(9, case.arch.image_dim)) if i2v else None
         texts = [random(n, case.arch.text_dim) for n in (11, 4)]
-        self.branches = [Branch(self.dit.embed_text(text), image) for text in texts]
+        self.branches = [self.dit.make_branch(text, image, keep=True) for text in texts]
 
     def step(self, latent: torch.Tensor, source: Source, number: int) -> torch.Tensor:
         time = 900.0 - 100 * number
