@@ -9,21 +9,19 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from shared_offload.memory.arena import create
 from shared_offload.memory.pinning import CudaRegistrar, chunk_spans, pin
 from shared_offload.model.attention import AttentionFn
 from shared_offload.model.dit import Dit
 from shared_offload.model.operations import PLAIN, Operations
-from shared_offload.model.ulysses import Heads, Qkv, Tokens
+from shared_offload.model.ulysses import SINGLE, Ulysses
 from shared_offload.synth.recipes import default_recipe
 from shared_offload.weights.architecture import (
     PATCH,
@@ -116,43 +114,23 @@ def unit_inputs(unit: Unit, weight: str) -> int:
     return next(placed.shape[1] for placed in unit.tensors if placed.name == weight)
 
 
-@dataclass(frozen=True, slots=True)
-class LocalShare:
-    """One of `size` ranks, alone: its tokens, and the attention work of its heads.
+class LocalShare(Ulysses):
+    """The first of `size` ranks, alone: its tokens, and the attention work of its heads.
 
-    Nothing is communicated. Each exchange makes the shapes that an all-to-all would, out of this
-    rank's own tokens, so time is that of a rank whose peers answer at once; values mean nothing.
+    Nothing is communicated: what it sends to its peers is what it gets from them, so time is that
+    of a rank whose peers answer at once, and values mean nothing.
     """
 
-    size: int
+    def __init__(self, size: int) -> None:
+        self.size, self._rank = size, 0
 
-    def split_tokens(self, x_BSC: Tensor) -> Tensor:
-        """The first chunk."""
-        chunk = -(-x_BSC.shape[1] // self.size)
-        x_BLC = x_BSC[:, :chunk]
-        return F.pad(x_BLC, (0, 0, 0, chunk - x_BLC.shape[1])).contiguous()
-
-    def to_heads(self, qkv_BLNH: Qkv, tokens: int) -> Heads:
-        """(B, L, P, M, H) read as (B, P L, M, H), trimmed to S."""
-        q, k, v = (self._to_heads(x_BLNH)[:, :tokens] for x_BLNH in qkv_BLNH)
-        return lambda: (q, k, v)
-
-    def to_tokens(self, out_BSMH: Tensor) -> Tokens:
-        """The way back, padded to P L tokens."""
-        batch, tokens, heads, width = out_BSMH.shape
-        chunk = -(-tokens // self.size)
-        padded = F.pad(out_BSMH, (0, 0, 0, 0, 0, self.size * chunk - tokens))
-        by_chunk = padded.view(batch, self.size, chunk, heads, width).transpose(1, 2)
-        return lambda: by_chunk.reshape(batch, chunk, self.size * heads, width)
+    def begin(self, send: Tensor) -> Callable[[], Tensor]:
+        """Its own parts come back."""
+        return lambda: send
 
     def gather_tokens(self, x_BLC: Tensor, tokens: int) -> Tensor:
         """This rank's chunk in everyone's place."""
         return x_BLC.repeat(1, self.size, 1)[:, :tokens]
-
-    def _to_heads(self, x_BLNH: Tensor) -> Tensor:
-        batch, chunk, heads, width = x_BLNH.shape
-        split = x_BLNH.view(batch, chunk, self.size, heads // self.size, width)
-        return split.transpose(1, 2).reshape(batch, self.size * chunk, heads // self.size, width)
 
 
 class Workload:
@@ -178,7 +156,7 @@ class Workload:
             device=device,
             self_attention=attention,
             cross_attention=attention,
-            exchange=LocalShare(share),
+            exchange=SINGLE if share == 1 else LocalShare(share),
             operations=operations,
         )
         sizes = [size * patch for size, patch in zip(self.grid, PATCH, strict=True)]

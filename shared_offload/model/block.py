@@ -89,19 +89,25 @@ def self_attention(
     do = inputs.operations
     y = do.norm(x_BLD, 1 + scale, shift, inputs.eps, w["self_attn.q.weight"])
     q, k, v = linears(y, w, [f"self_attn.{part}" for part in "qkv"])
-    q_BLNH, k_BLNH = (
-        do.heads(part, w[f"self_attn.norm_{name}.weight"], inputs.eps, inputs.heads, inputs.rope)
-        for name, part in (("q", q), ("k", k))
+    out = inputs.exchange.outgoing(x_BLD, inputs.heads)
+    qkv = (
+        do.heads(
+            q, w["self_attn.norm_q.weight"], inputs.eps, inputs.heads, inputs.rope, out.place(0)
+        ),
+        do.heads(
+            k, w["self_attn.norm_k.weight"], inputs.eps, inputs.heads, inputs.rope, out.place(1)
+        ),
+        _placed(_heads(v, inputs), out.place(2)),
     )
-    heads = inputs.exchange.to_heads((q_BLNH, k_BLNH, _heads(v, inputs)), inputs.tokens)
-    del y, q, k, v, q_BLNH, k_BLNH  # gigabytes, while another branch runs
+    heads = out.send(qkv, inputs.tokens)
+    del y, q, k, v, qkv, out  # gigabytes, while another branch runs
     yield
     out_BSMH = inputs.self_attention(*heads())
     tokens = inputs.exchange.to_tokens(out_BSMH)
     del heads, out_BSMH
     yield
-    out = do.total([tokens().flatten(2)], w["self_attn.o.weight"])
-    return do.add(x_BLD, linear(out, w, "self_attn.o"), gate)
+    rows = do.total([tokens()], w["self_attn.o.weight"])
+    return do.add(x_BLD, linear(rows, w, "self_attn.o"), gate)
 
 
 def cross_attention(
@@ -165,6 +171,12 @@ def _modulation(modulation_13D: Tensor, e0_3D: Tensor) -> tuple[Tensor, Tensor, 
     """Shift, scale and gate of a phase, fp32 (D) each."""
     shift, scale, gate = (modulation_13D[0].float() + e0_3D).unbind(0)
     return shift, scale, gate
+
+
+def _placed(x_BLNH: Tensor, place_BLPMH: Tensor | None) -> Tensor:
+    if place_BLPMH is None:
+        return x_BLNH
+    return place_BLPMH.copy_(x_BLNH.view(place_BLPMH.shape))
 
 
 def _heads(x_BLD: Tensor, inputs: BlockInputs) -> Tensor:

@@ -13,6 +13,7 @@ rows.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -37,7 +38,8 @@ class Fused:
     def norm(
         self, x_BLD: Tensor, scale_D: Tensor, shift_D: Tensor, eps: float, weight: Tensor
     ) -> Rows:
-        x_MD, out, rows = _prepare(x_BLD, weight)
+        x_MD = _rows(x_BLD)
+        out, rows = _result(x_BLD.shape[:-1], x_BLD.shape[-1], x_BLD, weight)
         width = x_MD.shape[1]
         block, warps = _block(width)
         kernels.norm[(x_MD.shape[0],)](
@@ -55,7 +57,8 @@ class Fused:
         return rows
 
     def gelu(self, x_BLK: Tensor, weight: Tensor) -> Rows:
-        x_MK, out, rows = _prepare(x_BLK, weight)
+        x_MK = _rows(x_BLK)
+        out, rows = _result(x_BLK.shape[:-1], x_BLK.shape[-1], x_BLK, weight)
         width = x_MK.shape[1]
         block, warps = _block(width)
         kernels.gelu[(x_MK.shape[0],)](
@@ -69,18 +72,24 @@ class Fused:
         )
         return rows
 
-    def total(self, parts_BLD: Sequence[Tensor], weight: Tensor) -> Rows:
-        first, *others = (part.contiguous() for part in parts_BLD)
+    def total(self, parts: Sequence[Tensor], weight: Tensor) -> Rows:
+        first, *others = (_in_parts(part) for part in parts)
+        if others and first.stride() != others[0].stride():
+            first, others = first.contiguous(), [others[0].contiguous()]
+        batch, tokens, *inner = first.shape
+        width = math.prod(inner)
         if not others and weight.dtype != FP8_DTYPE:
-            return first
-        x_MD, out, rows = _prepare(first, weight)
-        width = x_MD.shape[1]
+            return first.reshape(batch, tokens, width)
+        out, rows = _result((batch, tokens), width, first, weight)
         block, warps = _block(width)
-        kernels.total[(x_MD.shape[0],)](
-            x_MD,
-            others[0] if others else x_MD,
+        kernels.total[(batch * tokens,)](
+            first,
+            others[0] if others else first,
             *out,
+            first.stride(1),
+            first.stride(2),
             D=width,
+            PART=math.prod(inner[1:]),
             BLOCK=block,
             TWO=bool(others),
             QUANTISED=isinstance(rows, Quantised),
@@ -89,32 +98,41 @@ class Fused:
         return rows
 
     def heads(
-        self, x_BLD: Tensor, norm_D: Tensor, eps: float, heads: int, rope: RopeTable | None
+        self,
+        x_BLD: Tensor,
+        norm_D: Tensor,
+        eps: float,
+        heads: int,
+        rope: RopeTable | None,
+        place_BLPMH: Tensor | None = None,
     ) -> Tensor:
         x_MD = _rows(x_BLD)
         batch, tokens, width = x_BLD.shape
-        out = torch.empty(
-            batch, tokens, heads, width // heads, dtype=x_BLD.dtype, device=x_BLD.device
-        )
+        out = place_BLPMH
+        if out is None:
+            shape = (batch, tokens, 1, heads, width // heads)
+            out = torch.empty(shape, dtype=x_BLD.dtype, device=x_BLD.device)
         cos, sin = (norm_D, norm_D) if rope is None else rope
         n_block, h_block = (triton.next_power_of_2(n) for n in (heads, width // heads))
-        kernels.heads[(x_MD.shape[0],)](
+        kernels.heads[(batch * tokens,)](
             x_MD,
             norm_D,
             cos,
             sin,
             out,
             x_MD.stride(0),
+            *out.stride()[:3],
             tokens,
             eps,
             N=heads,
+            M=out.shape[3],
             H=width // heads,
             N_BLOCK=n_block,
             H_BLOCK=h_block,
             TURNED=rope is not None,
             num_warps=_warps(n_block * h_block),
         )
-        return out
+        return out.squeeze(2) if place_BLPMH is None else out
 
     def add(self, x_BLD: Tensor, y_BLD: Tensor, gate_D: Tensor | None) -> Tensor:
         x, y = x_BLD.contiguous(), y_BLD.contiguous()
@@ -152,15 +170,24 @@ def _rows(x: Tensor) -> Tensor:
     return rows if rows.stride(-1) == 1 else rows.contiguous()
 
 
-def _prepare(x: Tensor, weight: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor], Rows]:
-    """The input as rows, where to write values and scales, and the result that they are."""
-    rows = _rows(x)
+def _in_parts(x: Tensor) -> Tensor:
+    """x (B, L, ...) as (B, L, P, ...), whose rows are P parts of values side by side."""
+    parts = x if x.ndim == 5 else x.unsqueeze(2)
+    whole = parts[0, 0, 0].is_contiguous() and (x.shape[0] == 1 or parts.is_contiguous())
+    return parts if whole else parts.contiguous()
+
+
+def _result(
+    shape: Sequence[int], width: int, like: Tensor, weight: Tensor
+) -> tuple[tuple[Tensor, Tensor], Rows]:
+    """Where to write values and scales, and the result (*shape, width) that they are."""
     if weight.dtype != FP8_DTYPE:
-        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        return rows, (out, out), out
-    codes = torch.empty(rows.shape, dtype=FP8_DTYPE, device=x.device)
-    scales = torch.empty(rows.shape[0], 1, dtype=torch.float32, device=x.device)
-    return rows, (codes, scales), Quantised(codes, scales, x.shape[:-1], x.dtype)
+        out = torch.empty(*shape, width, dtype=like.dtype, device=like.device)
+        return (out, out), out
+    rows = math.prod(shape)
+    codes = torch.empty(rows, width, dtype=FP8_DTYPE, device=like.device)
+    scales = torch.empty(rows, 1, dtype=torch.float32, device=like.device)
+    return (codes, scales), Quantised(codes, scales, torch.Size(shape), like.dtype)
 
 
 def _block(width: int) -> tuple[int, int]:

@@ -76,17 +76,22 @@ def total(
     b,
     out,
     scales,
+    row_stride,
+    part_stride,
     D: tl.constexpr,
+    PART: tl.constexpr,
     BLOCK: tl.constexpr,
     TWO: tl.constexpr,
     QUANTISED: tl.constexpr,
 ):
+    """A row of the inputs is in parts of PART values that lie apart."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     mask = columns < D
-    y = tl.load(a + row * D + columns, mask=mask, other=0.0).to(tl.float32)
+    place = row * row_stride + (columns // PART).to(tl.int64) * part_stride + columns % PART
+    y = tl.load(a + place, mask=mask, other=0.0).to(tl.float32)
     if TWO:
-        y += tl.load(b + row * D + columns, mask=mask, other=0.0).to(tl.float32)
+        y += tl.load(b + place, mask=mask, other=0.0).to(tl.float32)
     _store(out, scales, row, columns, mask, y, D, QUANTISED)
 
 
@@ -98,14 +103,19 @@ def heads(
     sin,
     out,
     x_stride,
+    batch_stride,
+    row_stride,
+    part_stride,
     tokens,
     eps,
     N: tl.constexpr,
+    M: tl.constexpr,
     H: tl.constexpr,
     N_BLOCK: tl.constexpr,
     H_BLOCK: tl.constexpr,
     TURNED: tl.constexpr,
 ):
+    """A row of the output is in parts of M heads that lie apart."""
     row = tl.program_id(0).to(tl.int64)
     n = tl.arange(0, N_BLOCK)[:, None]
     h = tl.arange(0, H_BLOCK)[None, :]
@@ -114,15 +124,18 @@ def heads(
     y = tl.load(x + row * x_stride + columns, mask=mask, other=0.0).to(tl.float32)
     mean = tl.sum(tl.sum(y * y, axis=1), axis=0) / (N * H)
     y = y * tl.rsqrt(mean + eps) * tl.load(weight + columns, mask=mask, other=0.0)
+    token = row % tokens
     if TURNED:
         pair = tl.arange(0, H_BLOCK // 2)[None, :]
-        place = (row % tokens) * (H // 2) + pair
-        c = tl.load(cos + place, mask=pair < H // 2, other=0.0)
-        s = tl.load(sin + place, mask=pair < H // 2, other=0.0)
+        angle = token * (H // 2) + pair
+        c = tl.load(cos + angle, mask=pair < H // 2, other=0.0)
+        s = tl.load(sin + angle, mask=pair < H // 2, other=0.0)
         real, imaginary = tl.split(tl.reshape(y, (N_BLOCK, H_BLOCK // 2, 2)))
         turned = tl.join(real * c - imaginary * s, real * s + imaginary * c)
         y = tl.reshape(turned, (N_BLOCK, H_BLOCK))
-    tl.store(out + row * (N * H) + columns, y.to(tl.bfloat16), mask=mask)
+    place = (row // tokens) * batch_stride + token * row_stride
+    place += (n // M).to(tl.int64) * part_stride + (n % M) * H + h
+    tl.store(out + place, y.to(tl.bfloat16), mask=mask)
 
 
 @triton.jit

@@ -37,13 +37,24 @@ class Operations(Protocol):
     def gelu(self, x_BLK: Tensor, weight: Tensor) -> Rows:
         """GELU in its tanh form, for the layer of `weight`."""
 
-    def total(self, parts_BLD: Sequence[Tensor], weight: Tensor) -> Rows:
-        """The sum of one or two tensors, for the layer of `weight`."""
+    def total(self, parts: Sequence[Tensor], weight: Tensor) -> Rows:
+        """The sum of one or two tensors (B, L, ...) whose rows are D values, as (B, L, D), for the
+        layer of `weight`. The parts of a row may lie apart: heads of several ranks.
+        """
 
     def heads(
-        self, x_BLD: Tensor, norm_D: Tensor, eps: float, heads: int, rope: RopeTable | None
+        self,
+        x_BLD: Tensor,
+        norm_D: Tensor,
+        eps: float,
+        heads: int,
+        rope: RopeTable | None,
+        place_BLPMH: Tensor | None = None,
     ) -> Tensor:
-        """RMS-normed over D, split into heads and turned by `rope`: (B, L, N, H) in x's dtype."""
+        """RMS-normed over D, split into heads and turned by `rope`: (B, L, N, H) in x's dtype.
+
+        Written to `place_BLPMH` where there is one, which is then returned; N is P times M.
+        """
 
     def add(self, x_BLD: Tensor, y_BLD: Tensor, gate_D: Tensor | None) -> Tensor:
         """x + y * gate in x's dtype; without a gate, x + y."""
@@ -62,15 +73,24 @@ class Plain:
     def gelu(self, x_BLK: Tensor, weight: Tensor) -> Rows:
         return _ready(F.gelu(x_BLK, approximate="tanh"), weight)
 
-    def total(self, parts_BLD: Sequence[Tensor], weight: Tensor) -> Rows:
-        first, *others = parts_BLD
+    def total(self, parts: Sequence[Tensor], weight: Tensor) -> Rows:
+        first, *others = (part.flatten(2) for part in parts)
         return _ready(first + others[0] if others else first, weight)
 
     def heads(
-        self, x_BLD: Tensor, norm_D: Tensor, eps: float, heads: int, rope: RopeTable | None
+        self,
+        x_BLD: Tensor,
+        norm_D: Tensor,
+        eps: float,
+        heads: int,
+        rope: RopeTable | None,
+        place_BLPMH: Tensor | None = None,
     ) -> Tensor:
         y_BLNH = rms_norm(x_BLD, norm_D, eps).view(*x_BLD.shape[:-1], heads, -1)
-        return (y_BLNH if rope is None else rotate(y_BLNH, rope)).to(x_BLD.dtype)
+        out_BLNH = (y_BLNH if rope is None else rotate(y_BLNH, rope)).to(x_BLD.dtype)
+        if place_BLPMH is None:
+            return out_BLNH
+        return place_BLPMH.copy_(out_BLNH.view(place_BLPMH.shape))
 
     def add(self, x_BLD: Tensor, y_BLD: Tensor, gate_D: Tensor | None) -> Tensor:
         if gate_D is None:

@@ -5,6 +5,11 @@ the whole sequence for N/P of the heads (DeepSpeed-Ulysses). Everything else of 
 on tokens one by one and never notices. A block costs two collectives: q, k, v out in one
 all-to-all, the result back in another.
 
+Nothing is packed or unpacked on the way: who makes q, k and v writes them where they are sent from,
+attention reads them where they arrived, and so does who reads its result. Buffers hold rows of a
+peer together, and in a row q, k and v beside each other; so for one video, what has come from all
+peers is one sequence.
+
 Invariant: padding never enters a softmax. Tokens are padded with zeros at the end to a multiple of
 P, so pads lie behind token S, and what attention sees is trimmed to S.
 
@@ -26,15 +31,27 @@ from shared_offload.ranks.tensors import all_gather
 
 Qkv = tuple[Tensor, Tensor, Tensor]
 Heads = Callable[[], Qkv]
-"""q, k, v when they have come; to be called once."""
+"""q, k, v of all tokens for this rank's heads, three of (B, S, M, H), when they have come; to be
+called once."""
 Tokens = Callable[[], Tensor]
+"""The way back, (B, L, P, M, H), zeros for pads; likewise."""
+
+
+class Outgoing(Protocol):
+    """q, k, v on their way out: one use."""
+
+    def place(self, part: int) -> Tensor | None:
+        """Where q (0), k (1) or v (2) is to be written, (B, L, P, M, H); None: anywhere."""
+
+    def send(self, qkv_BLNH: Qkv, tokens: int) -> Heads:
+        """Begin the exchange of what was written, or is handed over where there is no place."""
 
 
 class Exchange(Protocol):
     """Sequence parallelism as the model sees it; every method is collective over `size` ranks.
 
-    `to_heads` and `to_tokens` begin an exchange and return what waits for its end, so that other
-    work can run meanwhile.
+    Exchanges begin when they are called and return what waits for their end, so that other work can
+    run meanwhile.
     """
 
     @property
@@ -44,11 +61,11 @@ class Exchange(Protocol):
     def split_tokens(self, x_BSC: Tensor) -> Tensor:
         """This rank's chunk (B, L, C), padded with zeros. Local: no communication."""
 
-    def to_heads(self, qkv_BLNH: Qkv, tokens: int) -> Heads:
-        """q, k, v of all `tokens` for this rank's heads: three of (B, S, M, H)."""
+    def outgoing(self, x_BLD: Tensor, heads: int) -> Outgoing:
+        """For q, k and v of x's size and dtype. Local."""
 
     def to_tokens(self, out_BSMH: Tensor) -> Tokens:
-        """The way back: (B, L, N, H), zeros for pads."""
+        """Attention's result back to its tokens."""
 
     def gather_tokens(self, x_BLC: Tensor, tokens: int) -> Tensor:
         """All chunks in order, pads cut off: (B, S, C) on every rank."""
@@ -62,14 +79,22 @@ class Single:
     def split_tokens(self, x_BSC: Tensor) -> Tensor:
         return x_BSC
 
-    def to_heads(self, qkv_BLNH: Qkv, tokens: int) -> Heads:  # noqa: ARG002 - S is L here
-        return lambda: qkv_BLNH
+    def outgoing(self, x_BLD: Tensor, heads: int) -> Outgoing:  # noqa: ARG002 - need no room
+        return _HandedOver()
 
     def to_tokens(self, out_BSMH: Tensor) -> Tokens:
-        return lambda: out_BSMH
+        return lambda: out_BSMH.unsqueeze(2)
 
     def gather_tokens(self, x_BLC: Tensor, tokens: int) -> Tensor:  # noqa: ARG002
         return x_BLC
+
+
+class _HandedOver:
+    def place(self, part: int) -> Tensor | None:  # noqa: ARG002
+        return None
+
+    def send(self, qkv_BLNH: Qkv, tokens: int) -> Heads:  # noqa: ARG002 - S is L here
+        return lambda: qkv_BLNH
 
 
 SINGLE: Exchange = Single()
@@ -96,35 +121,24 @@ class Ulysses:
         x_BLC = x_BSC[:, start : start + chunk]
         return F.pad(x_BLC, (0, 0, 0, chunk - x_BLC.shape[1])).contiguous()
 
-    def to_heads(self, qkv_BLNH: Qkv, tokens: int) -> Heads:
-        """Collective. One all-to-all; peak memory: send and receive buffers of 3 B L N H each."""
-        size = self.size
-        batch, chunk, heads, width = qkv_BLNH[0].shape
-        send = qkv_BLNH[0].new_empty(size, 3, batch, chunk, heads // size, width)
-        for part, x_BLNH in enumerate(qkv_BLNH):
-            # (B, L, N, H) -> (B, L, P, M, H) -> (P, B, L, M, H): heads of one peer together
-            by_peer = x_BLNH.reshape(batch, chunk, size, heads // size, width)
-            send[:, part] = by_peer.permute(2, 0, 1, 3, 4)
-        arrived = self._begin(send)
-
-        def joined() -> Qkv:
-            received = arrived()
-            q, k, v = (self._join(received[:, part], tokens) for part in range(3))
-            return q, k, v
-
-        return joined
+    def outgoing(self, x_BLD: Tensor, heads: int) -> Outgoing:
+        """Memory: 3 B L D, and as much again when it is sent."""
+        batch, chunk, width = x_BLD.shape
+        shape = (self.size, batch, chunk, 3, heads // self.size, width // heads)
+        return _Package(x_BLD.new_empty(shape), self.begin)
 
     def to_tokens(self, out_BSMH: Tensor) -> Tokens:
-        """Collective. One all-to-all."""
+        """Collective. One all-to-all; no copy where S divides by P and B is 1."""
         size = self.size
         batch, tokens, heads, width = out_BSMH.shape
         chunk = self._chunk(tokens)
-        padded = F.pad(out_BSMH, (0, 0, 0, 0, 0, size * chunk - tokens))
+        lack = size * chunk - tokens
+        padded = F.pad(out_BSMH, (0, 0, 0, 0, 0, lack)) if lack else out_BSMH
         # (B, P L, M, H) -> (B, P, L, M, H) -> (P, B, L, M, H): tokens of one peer together
         by_peer = padded.reshape(batch, size, chunk, heads, width)
-        arrived = self._begin(by_peer.transpose(0, 1).contiguous())
-        # received (P, B, L, M, H), P counting heads now -> (B, L, P, M, H) -> (B, L, N, H)
-        return lambda: arrived().permute(1, 2, 0, 3, 4).flatten(2, 3)
+        arrived = self.begin(by_peer.transpose(0, 1).contiguous())
+        # received (P, B, L, M, H), P counting heads now -> (B, L, P, M, H)
+        return lambda: arrived().permute(1, 2, 0, 3, 4)
 
     def gather_tokens(self, x_BLC: Tensor, tokens: int) -> Tensor:
         """Collective. One all-gather."""
@@ -133,7 +147,8 @@ class Ulysses:
         all_gather(received.flatten(0, 1), x_BLC, group=self._group)
         return self._join(received, tokens)
 
-    def _begin(self, send: Tensor) -> Tokens:
+    def begin(self, send: Tensor) -> Callable[[], Tensor]:
+        """Collective. Send each peer its part along the first dimension, and get theirs."""
         received = torch.empty_like(send)
         work = dist.all_to_all_single(received, send, group=self._group, async_op=True)
 
@@ -152,3 +167,27 @@ class Ulysses:
     def _join(x_PBL: Tensor, tokens: int) -> Tensor:
         """(P, B, L, ...) -> (B, P, L, ...) -> (B, P L, ...) -> (B, S, ...)."""
         return x_PBL.transpose(0, 1).flatten(1, 2)[:, :tokens]
+
+
+class _Package:
+    """A buffer (P, B, L, 3, M, H) to be filled and exchanged."""
+
+    def __init__(self, send: Tensor, begin: Callable[[Tensor], Callable[[], Tensor]]) -> None:
+        self._send, self._begin = send, begin
+
+    def place(self, part: int) -> Tensor | None:
+        """(P, B, L, M, H) -> (B, L, P, M, H)."""
+        return self._send[:, :, :, part].permute(1, 2, 0, 3, 4)
+
+    def send(self, qkv_BLNH: Qkv, tokens: int) -> Heads:  # noqa: ARG002 - they are in the buffer
+        """Collective. One all-to-all."""
+        arrived = self._begin(self._send)
+        del self._send
+
+        def heads() -> Qkv:
+            # (P, B, L, 3, M, H) -> (B, P, L, 3, M, H) -> (B, P L, 3, M, H): a view where B is 1
+            rows = arrived().transpose(0, 1).flatten(1, 2)[:, :tokens]
+            q, k, v = rows.unbind(2)
+            return q, k, v
+
+        return heads

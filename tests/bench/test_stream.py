@@ -75,19 +75,16 @@ def test_a_share_has_the_shapes_and_values_of_one_rank(tokens: int) -> None:
     chunk = share.split_tokens(x_BSC)
     assert chunk.shape == (1, 6, 5) and torch.equal(chunk, x_BSC[:, :6])
     x_BLNH = torch.randn(1, 6, 8, 3)
-    q, _, _ = share.to_heads((x_BLNH, x_BLNH, x_BLNH), tokens)()
-    assert q.shape == (1, tokens, 2, 3)
+    out = share.outgoing(x_BLNH.flatten(2), 8)
+    for part in range(3):
+        out.place(part).copy_(x_BLNH.unflatten(2, (4, 2)) * (part + 1))
+    q, k, v = out.send((x_BLNH, x_BLNH, x_BLNH), tokens)()
+    assert q.shape == (1, tokens, 2, 3) and torch.equal(k, 2 * q) and torch.equal(v, 3 * q)
     back = share.to_tokens(q)()
-    assert back.shape == x_BLNH.shape
+    assert back.shape == (1, 6, 4, 2, 3)
     if tokens == 24:
-        assert torch.equal(back, x_BLNH)
+        assert torch.equal(back.flatten(2, 3), x_BLNH)
     assert share.gather_tokens(chunk, tokens).shape == (1, tokens, 5)
-
-
-def test_one_share_of_one_is_the_identity() -> None:
-    x = torch.randn(1, 6, 4, 3)
-    q, _, _ = LocalShare(1).to_heads((x, x, x), 6)()
-    assert torch.equal(q, x) and torch.equal(LocalShare(1).to_tokens(q)(), x)
 
 
 def test_grids_multiply_to_the_tokens() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from shared_offload.model.attention import sdpa
 from shared_offload.model.block import PHASE_FUNCTIONS, BlockInputs, Memo, in_step
 from shared_offload.model.layers import Quantised, Weights, linear, linears
 from shared_offload.model.rope import RopeTable, angles
-from shared_offload.model.ulysses import SINGLE, Heads, Qkv, Single, Tokens
+from shared_offload.model.ulysses import SINGLE, Single, Tokens
 from shared_offload.weights.fp8 import quantise_rows, quantise_weight
 from tests.reference import tiny_model
 
@@ -72,8 +73,10 @@ class Journal(Single):
     def __init__(self) -> None:
         self.events: list[str] = []
 
-    def to_heads(self, qkv_BLNH: Qkv, tokens: int) -> Heads:
-        return self._noted("heads", super().to_heads(qkv_BLNH, tokens))
+    def outgoing(self, x_BLD: Tensor, heads: int):
+        inner = super().outgoing(x_BLD, heads)
+        send = lambda qkv, tokens: self._noted("heads", inner.send(qkv, tokens))  # noqa: E731
+        return SimpleNamespace(place=inner.place, send=send)
 
     def to_tokens(self, out_BSMH: Tensor) -> Tokens:
         return self._noted("tokens", super().to_tokens(out_BSMH))

@@ -16,6 +16,8 @@ CPU = torch.device("cpu")
 EPS = 1e-6
 SIZES = {"14b": (5120, 40), "1.3b": (1536, 12), "demo": (192, 8)}
 GRID = (2, 3, 5)
+RANKS = 4
+ROWS = ("norm", "gelu", "one", "two", "apart")  # what a layer reads
 
 
 def random(*shape: int, seed: int = 0, scale: float = 1.0) -> Tensor:
@@ -39,9 +41,24 @@ def exact(x: Tensor, y: Tensor, scale: Tensor, shift: Tensor, heads: int) -> dic
         "two": x + y,
         "heads": split,
         "turned": torch.view_as_real(turned).flatten(-2),
+        "placed": torch.view_as_real(turned).flatten(-2).unflatten(2, (RANKS, -1)),
+        "apart": x,
         "added": x + y,
         "gated": x + y * scale,
     }
+
+
+def place(x: Tensor, heads: int) -> Tensor:
+    """Where k of an exchange is written, (B, L, P, M, H)."""
+    batch, tokens, width = x.shape
+    shape = (RANKS, batch, tokens, 3, heads // RANKS, width // heads)
+    return x.new_zeros(shape)[:, :, :, 1].permute(1, 2, 0, 3, 4)
+
+
+def apart(x: Tensor, heads: int) -> Tensor:
+    """x as an exchange brings it back: the heads of each peer together."""
+    by_peer = x.unflatten(-1, (RANKS, heads // RANKS, -1)).permute(2, 0, 1, 3, 4).contiguous()
+    return by_peer.permute(1, 2, 0, 3, 4)
 
 
 def run(
@@ -56,6 +73,8 @@ def run(
         "two": do.total([x, y], weight),
         "heads": do.heads(x, scale, EPS, heads, None),
         "turned": do.heads(x, scale, EPS, heads, rope),
+        "placed": do.heads(x, scale, EPS, heads, rope, place(x, heads)),
+        "apart": do.total([apart(x, heads)], weight),
         "added": do.add(x, y, None),
         "gated": do.add(x, y, scale),
     }
@@ -83,7 +102,7 @@ def check(do: Operations, size: str, fp8: bool, device: torch.device, dtype: tor
         if isinstance(result, Quantised):
             near += want.abs() / 16 + want.abs().amax(-1, keepdim=True) / FP8_MAX * 2.0**-9
         assert ((got - want).abs() <= near).all(), name
-        assert isinstance(result, Quantised) == (fp8 and name in ("norm", "gelu", "one", "two"))
+        assert isinstance(result, Quantised) == (fp8 and name in ROWS)
 
 
 @pytest.mark.parametrize("size", ["1.3b", "demo"])

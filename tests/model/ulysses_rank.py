@@ -50,8 +50,13 @@ def round_trip(
     x = random(batch, tokens, 3 * HEADS * WIDTH, dtype=dtype)
     local = exchange.split_tokens(x)
     qkv = local.reshape(batch, local.shape[1], 3, HEADS, WIDTH).unbind(2)
-    q, k, v = exchange.to_heads(qkv, tokens)()
-    back = [exchange.to_tokens(2 * part)() for part in (q, k, v)]
+    out = exchange.outgoing(local[..., : HEADS * WIDTH], HEADS)
+    for part, x in enumerate(qkv):
+        place = out.place(part)
+        if place is not None:
+            place.copy_(x.reshape(place.shape))
+    q, k, v = out.send(qkv, tokens)()
+    back = [exchange.to_tokens(2 * part)().flatten(2, 3) for part in (q, k, v)]
     gathered = exchange.gather_tokens(torch.stack(back, 2).flatten(2), tokens)
     return {"local": local, "q": q, "k": k, "v": v, "gathered": gathered}
 
