@@ -131,7 +131,7 @@ def test_fused_operations_are_their_formulas(size: str, fp8: bool) -> None:
 
 @pytest.mark.gpu
 def test_fused_codes_are_the_plain_ones() -> None:
-    """Where no sum comes before the codes, every bit; elsewhere a sum's last bit may turn a few."""
+    """But for the last bit of a scale or a sum, which turns a few codes by one step."""
     device = torch.device("cuda", 0)
     fused, _ = select_operations(True, device, torch.bfloat16)
     weight = torch.empty(1, dtype=FP8_DTYPE, device=device)
@@ -140,10 +140,9 @@ def test_fused_codes_are_the_plain_ones() -> None:
     for name in ("total", "gelu"):
         given = [x] if name == "total" else x
         ours, plain = (getattr(do, name)(given, weight) for do in (fused, PLAIN))
-        same = (ours.codes.view(torch.uint8) == plain.codes.view(torch.uint8)).float().mean()
-        if name == "total":
-            assert torch.equal(ours.scale.flatten(), plain.scale.flatten())
-        assert float(same) == 1.0 if name == "total" else float(same) > 0.999
+        torch.testing.assert_close(ours.scale, plain.scale, rtol=3e-7, atol=0)
+        apart = ours.codes.view(torch.uint8).int() - plain.codes.view(torch.uint8).int()
+        assert int(apart.abs().max()) <= 1 and float((apart == 0).float().mean()) > 0.999
 
 
 @pytest.mark.gpu
