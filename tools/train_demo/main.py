@@ -72,7 +72,8 @@ class Studio:
         self.args = args
         self.device = torch.device(args.device)
         self.sizes = models.QUICK if args.quick else models.FULL
-        self.amounts = QUICK if args.quick else FULL
+        amounts = QUICK if args.quick else FULL
+        self.amounts = replace(amounts, dit_batch=args.batch or amounts.dit_batch)
         self.painter = Painter(self.device)
         self.work: Path = args.work
         self.work.mkdir(parents=True, exist_ok=True)
@@ -99,6 +100,7 @@ class Studio:
             begun = time.monotonic()
             state = trainers[part](plan)
             state["report"]["seconds_with_data_and_scores"] = round(time.monotonic() - begun, 1)
+            state["report"]["made_with"] = self.made_with()
             self.save(part, state, DONE)
             (self.work / f"{part}{SNAPSHOT}").unlink(missing_ok=True)
             _say(part, state["report"])
@@ -148,7 +150,8 @@ class Studio:
     def encoded(self) -> dit.Amount:
         """How many clips a DiT is trained on."""
         amount = self.amounts.encoded
-        return replace(amount, clips=self.args.clips or amount.clips)
+        clips = self.args.clips or amount.clips
+        return replace(amount, clips=clips, least=min(amount.least, clips))
 
     def new_models(self, task: Task) -> dit.Models:
         """Untrained ones."""
@@ -234,18 +237,23 @@ class Studio:
         export.write_vae(models.vae_shapes(self.sizes), self.load("vae")["vae"], folder, dtype)
         text.make_tokenizer(folder / TOKENIZER_FOLDER)
 
+    def made_with(self) -> dict[str, str]:
+        """The device and the versions of this run."""
+        cuda = self.device.type == "cuda"
+        return {
+            "device": torch.cuda.get_device_name(self.device) if cuda else platform.machine(),
+            "torch": torch.__version__,
+            "diffusers": diffusers.__version__,
+            "transformers": transformers.__version__,
+        }
+
     def report(self, parts: list[str]) -> dict[str, Any]:
         """Everything that is known of the training."""
-        cuda = self.device.type == "cuda"
         files = [path for path in self.args.out.rglob("*") if path.is_file()]
         own = [path for path in files if not path.is_symlink() and path.name != REPORT]
         return {
             "license": LICENSE,
             "seed": self.args.seed,
-            "device": torch.cuda.get_device_name(self.device) if cuda else platform.machine(),
-            "torch": torch.__version__,
-            "diffusers": diffusers.__version__,
-            "transformers": transformers.__version__,
             "sizes": asdict(self.sizes),
             "bytes": sum(path.stat().st_size for path in own if _no_link(path, self.args.out)),
             "parts": {part: self.load(part)["report"] for part in parts},
@@ -281,6 +289,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--parts", type=_parts, default=PARTS, help="some of vae,t2v,i2v")
     add("--steps", type=_steps, default={}, help="instead of minutes: vae=9000,t2v=12000,...")
     add("--clips", type=int, help="to train a DiT on; else as many as fit")
+    add("--batch", type=int, help=f"latents in a step of a DiT; default: {dit.BATCH}")
     add("--seed", type=int, default=0)
     add("--device", choices=("cuda", "cpu"), default="cuda" if cuda else "cpu")
     add("--resume", action="store_true", help="from snapshots of parts that did not finish")
