@@ -1,8 +1,9 @@
 """Triton's kernels under `model.fused`: sizes of rows are compiled in, the number of rows is not.
 
-A program works on one row, all of it in registers, and reads and writes it once; `add` on a piece
-of one. Rows and columns are M and D (K where a layer's inputs are wider than the model); N heads of
-H channels. Sums, products and roots are fp32.
+A program works on one row, all of it in registers, and reads and writes it once; `norm` on a few
+rows, so that it reads scale and shift less often, and `add` on a piece of one. Rows and columns are
+M and D (K where a layer's inputs are wider than the model); N heads of H channels. Sums, products
+and roots are fp32.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from shared_offload.weights.fp8 import ACTIVATION_SCALE_FLOOR, FP8_MAX
 
 _MAX = tl.constexpr(FP8_MAX)
 _FLOOR = tl.constexpr(ACTIVATION_SCALE_FLOOR)
-_GELU_LINEAR = tl.constexpr(1.5957691216057308)  # 2 sqrt(2 / pi)
-_GELU_CUBIC = tl.constexpr(0.07135481282650776)  # the same times 0.044715
+_GELU_LINEAR = tl.constexpr(2.302208198144325)  # 2 sqrt(2 / pi) log2(e)
+_GELU_CUBIC = tl.constexpr(0.1029432396800235)  # the same times 0.044715
 
 
 @triton.jit
@@ -26,9 +27,8 @@ def _store(out, scales, row, columns, mask, y, stride, QUANTISED: tl.constexpr):
         y = y.to(tl.float32)
         largest = tl.max(tl.abs(y), axis=0)
         scale = tl.maximum(tl.div_rn(largest, _MAX), _FLOOR)
-        codes = y * tl.div_rn(1.0, scale)
-        codes = tl.minimum(tl.maximum(codes, -_MAX), _MAX)
-        tl.store(out + row * stride + columns, codes.to(tl.float8e4nv), mask=mask)
+        codes = (y * tl.div_rn(1.0, scale)).to(tl.float8e4nv)  # which saturates by itself
+        tl.store(out + row * stride + columns, codes, mask=mask)
         tl.store(scales + row, scale)
     else:
         tl.store(out + row * stride + columns, y, mask=mask)
@@ -43,30 +43,35 @@ def norm(
     scales,
     x_stride,
     eps,
+    M,
     D: tl.constexpr,
     BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
     QUANTISED: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     mask = columns < D
-    y = tl.load(x + row * x_stride + columns, mask=mask, other=0.0).to(tl.float32)
-    mean = tl.sum(y, axis=0) / D
-    y = tl.where(mask, y - mean, 0.0)
-    y = y * tl.rsqrt(tl.sum(y * y, axis=0) / D + eps)
     gain = tl.load(scale + columns, mask=mask, other=0.0)
     offset = tl.load(shift + columns, mask=mask, other=0.0)
-    _store(out, scales, row, columns, mask, y * gain + offset, D, QUANTISED)
+    first = tl.program_id(0).to(tl.int64) * ROWS
+    for index in range(ROWS):
+        row = first + index
+        if row < M:
+            y = tl.load(x + row * x_stride + columns, mask=mask, other=0.0).to(tl.float32)
+            mean = tl.sum(y, axis=0) / D
+            y = tl.where(mask, y - mean, 0.0)
+            y = y * tl.rsqrt(tl.sum(y * y, axis=0) / D + eps)
+            _store(out, scales, row, columns, mask, y * gain + offset, D, QUANTISED)
 
 
 @triton.jit
 def gelu(x, out, scales, x_stride, K: tl.constexpr, BLOCK: tl.constexpr, QUANTISED: tl.constexpr):
-    """x / 2 * (1 + tanh(u)) is x * sigmoid(2 u)."""
+    """x / 2 * (1 + tanh(u)) is x * sigmoid(2 u), and e^-2u a power of two."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     mask = columns < K
     y = tl.load(x + row * x_stride + columns, mask=mask, other=0.0).to(tl.float32)
-    y = y / (1.0 + tl.exp(-y * (_GELU_LINEAR + _GELU_CUBIC * y * y)))
+    y = y / (1.0 + tl.exp2(-y * (_GELU_LINEAR + _GELU_CUBIC * y * y)))
     _store(out, scales, row, columns, mask, y, K, QUANTISED)
 
 
