@@ -6,6 +6,7 @@ the CPU by the host's clock. Nothing that is copied or multiplied is zero.
 
 from __future__ import annotations
 
+import argparse
 import json
 import time
 from collections.abc import Callable, Mapping
@@ -16,30 +17,10 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from shared_offload.bench.stream import _gigabytes as gigabytes
-from shared_offload.bench.stream import _name as device_name
-from shared_offload.bench.stream import _share as share_of_ranks
-from shared_offload.bench.stream import _stopwatch as stopwatch
-from shared_offload.bench.stream import _wait as wait
 from shared_offload.errors import ConfigError
 
-__all__ = [
-    "Marks",
-    "at_least",
-    "copy_rate",
-    "device_name",
-    "first_device",
-    "gigabytes",
-    "of_peak",
-    "publish",
-    "seconds_of",
-    "share_of_ranks",
-    "stopwatch",
-    "video_size",
-    "wait",
-]
-
 COPIES = 5
+_GB = 1e9
 COPY_NBYTES = {"cuda": 1 << 28, "cpu": 1 << 24}
 PIXELS = 16  # height and width of a video are multiples of it
 
@@ -143,3 +124,40 @@ def video_size(frames: int, height: int, width: int) -> None:
                 key=name,
                 found=side,
             )
+
+
+def stopwatch(device: torch.device) -> Callable[[], float]:
+    """Starts now; call it to stop and for the seconds, on the clock of the device if it has one."""
+    if device.type != "cuda":
+        begun = time.perf_counter()
+        return lambda: time.perf_counter() - begun
+    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    start.record()
+
+    def elapsed() -> float:
+        stop.record()
+        stop.synchronize()
+        return float(start.elapsed_time(stop)) / 1e3
+
+    return elapsed
+
+
+def wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+
+
+def gigabytes(nbytes: int | None) -> str:
+    return "-" if nbytes is None else f"{nbytes / _GB:.2f} GB"
+
+
+def share_of_ranks(text: str) -> int:
+    """P of "1/P", or of "1"."""
+    numerator, _, denominator = text.partition("/")
+    if numerator != "1":
+        raise argparse.ArgumentTypeError(f"{text!r} is not 1/P")
+    return int(denominator or 1)

@@ -23,8 +23,8 @@ from shared_offload.bench.workload import IMAGE_TOKENS
 from shared_offload.model.attention import AttentionFn
 from shared_offload.weights.architecture import Architecture, block_shapes, is_quantised
 from shared_offload.weights.fp8 import (
-    NATIVE_CAPABILITY,
     USE_FAST_ACCUMULATION,
+    multiplies_fp8,
     quantise_rows,
     quantise_weight,
 )
@@ -120,9 +120,7 @@ class Workbench:
 
     @property
     def _native(self) -> bool:
-        if self._device.type != "cuda":
-            return False
-        return torch.cuda.get_device_capability(self._device) >= NATIVE_CAPABILITY
+        return self._device.type == "cuda" and multiplies_fp8(self._device.index or 0)
 
     def _input(self, *shape: int) -> Tensor:
         """Parts with inputs of one shape share them, as q, k and v do."""

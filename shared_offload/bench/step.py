@@ -118,6 +118,7 @@ class Timing:
 class Result:
     """All of a run, by kind of weights."""
 
+    operations: str
     first_step_seconds: float
     timings: Mapping[str, Timing]
     equal: bool
@@ -177,6 +178,7 @@ def run(args: argparse.Namespace) -> int:
         "device": device_name(device),
         "torch": torch.__version__,
         "attention": kernel.name,
+        "operations": result.operations,
         "first_step_seconds": result.first_step_seconds,
         "floor": result.floor.document(),
         "equal": result.equal,
@@ -213,10 +215,10 @@ def _options(args: argparse.Namespace) -> Options:
 def measure(options: Options, device: torch.device, kernel: Attention) -> Result:
     """Floor, steps, floor. Peak memory as `stream`: an arena; on the device blocks and slots."""
     step = options.step
-    arch = stream._architecture(step)
+    arch = stream.architecture_of(step)
     layout = lay_out(arch, fp8=step.dtype == "fp8")
     before = _floor(options, arch, device, kernel)
-    operations, _ = select_operations(step.compiled, device, torch.bfloat16)
+    operations, kind = select_operations(step.compiled, device, torch.bfloat16)
     workload = Workload(
         arch,
         device,
@@ -224,8 +226,8 @@ def measure(options: Options, device: torch.device, kernel: Attention) -> Result
         share=step.share,
         attention=kernel.run,
         operations=operations,
+        branches=options.branches,
     )
-    del workload._branches[options.branches :]
     with (
         filled_arena(layout, device) as host,
         _sources(options, layout, host, device) as make,
@@ -238,7 +240,7 @@ def measure(options: Options, device: torch.device, kernel: Attention) -> Result
         before,
         after,
     )
-    return Result(first, timings, equal, floor)
+    return Result(kind, first, timings, equal, floor)
 
 
 def _floor(
@@ -292,11 +294,11 @@ def _steps(
         source = sources[kind] = make(kind)
         if first is None:
             first = seconds_of(partial(workload.step, source), device)
-        peak = stream._warm_up(workload, source, device)
+        peak = stream.warm_up(workload, source, device)
         peaks[kind] = peak and peak - held
     for source in sources.values():
         source.begin_run()
-    times, equal = stream._in_turns(workload, list(sources.values()), options.step.steps, device)
+    times, equal = stream.in_turns(workload, list(sources.values()), options.step.steps, device)
     for source in sources.values():
         source.end_run()
     timings = {
@@ -329,7 +331,7 @@ def _table(options: Options, device: torch.device, kernel: str, result: Result) 
     branches = "two branches" if options.branches == 2 else "one branch"
     table = Table(
         title=f"{step.size} {step.task}, {step.dtype}, {step.tokens} tokens{share}, {branches}, "
-        f"{kernel}{'' if step.compiled else ', plain operations'}, {device_name(device)}"
+        f"{kernel}, {result.operations}, {device_name(device)}"
     )
     table.add_column("")
     for name in ("shape", "TFLOP/s", "a step", "floor"):

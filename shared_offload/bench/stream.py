@@ -20,6 +20,13 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from shared_offload.bench.clock import (
+    device_name,
+    gigabytes,
+    share_of_ranks,
+    stopwatch,
+    wait,
+)
 from shared_offload.bench.workload import Workload, filled_arena, lay_out
 from shared_offload.errors import ConfigError
 from shared_offload.model.attention import ATTENTION_NAMES, AUTO, select_attention
@@ -57,6 +64,7 @@ class Options:
 class Result:
     """Seconds of each step and bytes; peaks are of the whole step, weights and activations."""
 
+    operations: str
     resident_seconds: list[float]
     streamed_seconds: list[float]
     equal: bool
@@ -86,7 +94,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("--tokens", type=int, default=32760, help="default: 480x832, 81 frames")
     parser.add_argument(
         "--share",
-        type=_share,
+        type=share_of_ranks,
         default=1,
         metavar="1/P",
         help="the work of one of P ranks with sequence parallelism, without communication",
@@ -134,7 +142,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         document = {
             "options": asdict(options),
-            "device": _name(device),
+            "device": device_name(device),
             "torch": torch.__version__,
             "attention": kernel.name,
             "ratio": result.ratio,
@@ -148,10 +156,10 @@ def measure(
     options: Options, device: torch.device, attention: Callable[[Tensor, Tensor, Tensor], Tensor]
 ) -> Result:
     """Run the benchmark. Peak memory: one arena on the host, all blocks and slots on the device."""
-    arch = _architecture(options)
+    arch = architecture_of(options)
     layout = lay_out(arch, fp8=options.dtype == "fp8")
     units = layout.units("phase" if options.granularity == "phase" else "block")
-    operations, _ = select_operations(options.compiled, device, torch.bfloat16)
+    operations, kind = select_operations(options.compiled, device, torch.bfloat16)
     workload = Workload(
         arch,
         device,
@@ -162,14 +170,15 @@ def measure(
     )
     with filled_arena(layout, device) as host:
         streamed = StreamedSource(units, host, device, slots=options.slots)
-        streamed_peak = _warm_up(workload, streamed, device)
+        streamed_peak = warm_up(workload, streamed, device)
         resident = resident_from_host(units, host, device)
-        resident_peak = _warm_up(workload, resident, device)
+        resident_peak = warm_up(workload, resident, device)
         plain = _plain_copy(layout.units("block")[0], host, device)
         streamed.begin_run()
-        times, equal = _in_turns(workload, (resident, streamed), options.steps, device)
+        times, equal = in_turns(workload, (resident, streamed), options.steps, device)
         streamed.end_run()
         result = Result(
+            operations=kind,
             resident_seconds=times[0],
             streamed_seconds=times[1],
             equal=equal,
@@ -185,7 +194,7 @@ def measure(
         return result
 
 
-def _architecture(options: Options) -> Architecture:
+def architecture_of(options: Options) -> Architecture:
     arch = architecture(cast("Any", options.size), cast("Any", options.task))
     if options.share < 1 or arch.num_heads % options.share:
         raise ConfigError(
@@ -197,7 +206,7 @@ def _architecture(options: Options) -> Architecture:
     return arch
 
 
-def _in_turns(
+def in_turns(
     workload: Workload, sources: Sequence[Source], steps: int, device: torch.device
 ) -> tuple[list[list[float]], bool]:
     """Seconds of each step by source, and whether all steps of all sources gave equal bits.
@@ -210,8 +219,8 @@ def _in_turns(
     equal, first = True, None
     for _ in range(steps):
         for seconds, source in zip(times, sources, strict=True):
-            _wait(device)
-            elapsed = _stopwatch(device)
+            wait(device)
+            elapsed = stopwatch(device)
             for _ in range(STEPS_IN_A_ROW):
                 velocities = workload.step(source)
             seconds.append(elapsed() / STEPS_IN_A_ROW)
@@ -221,30 +230,14 @@ def _in_turns(
     return times, equal
 
 
-def _stopwatch(device: torch.device) -> Callable[[], float]:
-    """Starts now; call it to stop and for the seconds, on the clock of the device if it has one."""
-    if device.type != "cuda":
-        begun = time.perf_counter()
-        return lambda: time.perf_counter() - begun
-    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-    start.record()
-
-    def elapsed() -> float:
-        stop.record()
-        stop.synchronize()
-        return float(start.elapsed_time(stop)) / 1e3
-
-    return elapsed
-
-
-def _warm_up(workload: Workload, source: Source, device: torch.device) -> int | None:
+def warm_up(workload: Workload, source: Source, device: torch.device) -> int | None:
     """Peak bytes of device memory in a step that is not the first."""
     for _ in range(WARM_UPS):
-        _wait(device)
+        wait(device)
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
         workload.step(source)
-    _wait(device)
+    wait(device)
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
 
 
@@ -255,25 +248,20 @@ def _plain_copy(unit: Unit, host: Tensor, device: torch.device) -> float | None:
     source = host[unit.offset : unit.offset + unit.nbytes]
     place = torch.empty(unit.nbytes, dtype=torch.uint8, device=device)
     place.copy_(source, non_blocking=True)
-    _wait(device)
+    wait(device)
     begun = time.perf_counter()
     for _ in range(COPIES):
         place.copy_(source, non_blocking=True)
-    _wait(device)
+    wait(device)
     return COPIES * unit.nbytes / (time.perf_counter() - begun) / _GB
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def _table(options: Options, device: torch.device, kernel: str, result: Result) -> Table:
     share = "" if options.share == 1 else f", 1/{options.share} of the work"
     table = Table(
         title=f"{options.size} {options.task}, {options.dtype}, {options.tokens} tokens{share}, "
-        f"by {options.granularity}, {kernel}{'' if options.compiled else ', plain operations'}, "
-        f"{_name(device)}"
+        f"by {options.granularity}, {kernel}, {result.operations}, "
+        f"{device_name(device)}"
     )
     table.add_column("")
     table.add_column("resident", justify="right")
@@ -282,13 +270,13 @@ def _table(options: Options, device: torch.device, kernel: str, result: Result) 
     table.add_row("step, median", f"{resident:.3f} s", f"{streamed:.3f} s ({result.ratio:.3f}x)")
     table.add_row(
         "weights on the device",
-        _gigabytes(result.resident_weights_nbytes),
-        _gigabytes(result.streamed_weights_nbytes),
+        gigabytes(result.resident_weights_nbytes),
+        gigabytes(result.streamed_weights_nbytes),
     )
     table.add_row(
         "peak of a step",
-        _gigabytes(result.resident_peak_nbytes),
-        _gigabytes(result.streamed_peak_nbytes),
+        gigabytes(result.resident_peak_nbytes),
+        gigabytes(result.streamed_peak_nbytes),
     )
     plain = result.plain_copy_gb_per_second
     table.add_row("one block over and over", "", "-" if plain is None else f"{plain:.1f} GB/s")
@@ -301,19 +289,3 @@ def _table(options: Options, device: torch.device, kernel: str, result: Result) 
     table.add_row("copy time hidden", "", f"{result.stream['hidden_copy_share']:.1%}")
     table.add_row("results equal, bit for bit", "", "yes" if result.equal else "NO")
     return table
-
-
-def _gigabytes(nbytes: int | None) -> str:
-    return "-" if nbytes is None else f"{nbytes / _GB:.2f} GB"
-
-
-def _name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-
-
-def _share(text: str) -> int:
-    """P of "1/P", or of "1"."""
-    numerator, _, denominator = text.partition("/")
-    if numerator != "1":
-        raise argparse.ArgumentTypeError(f"{text!r} is not 1/P")
-    return int(denominator or 1)

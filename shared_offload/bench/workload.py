@@ -134,7 +134,7 @@ class LocalShare(Ulysses):
 
 
 class Workload:
-    """A model with inputs for `tokens` tokens, two branches; weights come with each step."""
+    """A model with inputs for `tokens` tokens; weights come with each step."""
 
     def __init__(
         self,
@@ -145,6 +145,7 @@ class Workload:
         share: int,
         attention: AttentionFn,
         operations: Operations = PLAIN,
+        branches: int = 2,
     ) -> None:
         self.grid = grid_of(tokens)
         self._generator = torch.Generator(device).manual_seed(1)
@@ -168,7 +169,7 @@ class Workload:
         image = None if clip is None else self.dit.embed_image(clip)
         self._branches = [
             self.dit.make_branch(self._random(rows, arch.text_dim), image, keep=True)
-            for rows in (arch.text_len // 2, arch.text_len // 4)
+            for rows in (arch.text_len // 2, arch.text_len // 4)[:branches]
         ]
 
     def step(self, source: WeightSource) -> Sequence[Tensor]:
