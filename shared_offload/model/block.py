@@ -66,6 +66,9 @@ time; returns x."""
 BlockFunction = Callable[[Tensor, Weights, BlockInputs, Memo | None], Passage]
 
 
+_QKV = tuple(f"self_attn.{part}" for part in "qkv")
+
+
 def in_step(passages: Sequence[Passage]) -> list[Tensor]:
     """Run phases to their ends, each up to where it waits in turn; their results in order."""
     results: dict[int, Tensor] = {}
@@ -88,16 +91,12 @@ def self_attention(
     shift, scale, gate = _modulation(w["self_attn.modulation"], inputs.e0_6D[:3])
     do = inputs.operations
     y = do.norm(x_BLD, 1 + scale, shift, inputs.eps, w["self_attn.q.weight"])
-    q, k, v = linears(y, w, [f"self_attn.{part}" for part in "qkv"])
+    q, k, v = (_heads(part, inputs) for part in linears(y, w, _QKV))
     out = inputs.exchange.outgoing(x_BLD, inputs.heads)
     qkv = (
-        do.heads(
-            q, w["self_attn.norm_q.weight"], inputs.eps, inputs.heads, inputs.rope, out.place(0)
-        ),
-        do.heads(
-            k, w["self_attn.norm_k.weight"], inputs.eps, inputs.heads, inputs.rope, out.place(1)
-        ),
-        _placed(_heads(v, inputs), out.place(2)),
+        _normed_to(out.place(0), q, w["self_attn.norm_q.weight"], inputs),
+        _normed_to(out.place(1), k, w["self_attn.norm_k.weight"], inputs),
+        _copied_to(out.place(2), v),
     )
     heads = out.send(qkv, inputs.tokens)
     del y, q, k, v, qkv, out  # gigabytes, while another branch runs
@@ -119,9 +118,7 @@ def cross_attention(
     norm = w["cross_attn.norm_q.weight"]
     q_BLNH = do.heads(linear(y, w, "cross_attn.q"), norm, inputs.eps, inputs.heads, None)
     outs = [
-        inputs.cross_attention(q_BLNH, *_keys_and_values(context, w, suffix, inputs, memo)).flatten(
-            2
-        )
+        inputs.cross_attention(q_BLNH, *_keys_and_values(context, w, suffix, inputs, memo))
         for context, suffix in ((inputs.text_BED, ""), (inputs.image_BID, "_img"))
         if context is not None
     ]
@@ -139,6 +136,7 @@ def feed_forward(
     do = inputs.operations
     y = do.norm(x_BLD, 1 + scale, shift, inputs.eps, w["ffn.0.weight"])
     hidden = do.gelu(linear(y, w, "ffn.0"), w["ffn.2.weight"])
+    del y
     return do.add(x_BLD, linear(hidden, w, "ffn.2"), gate)
     yield
 
@@ -173,7 +171,17 @@ def _modulation(modulation_13D: Tensor, e0_3D: Tensor) -> tuple[Tensor, Tensor, 
     return shift, scale, gate
 
 
-def _placed(x_BLNH: Tensor, place_BLPMH: Tensor | None) -> Tensor:
+def _normed_to(
+    place_BLPMH: Tensor | None, x_BLNH: Tensor, norm_D: Tensor, inputs: BlockInputs
+) -> Tensor:
+    """q or k normed and turned, there or where it is: nobody needs it as it was."""
+    place = x_BLNH.unsqueeze(2) if place_BLPMH is None else place_BLPMH
+    rope, heads = inputs.rope, inputs.heads
+    inputs.operations.heads(x_BLNH.flatten(2), norm_D, inputs.eps, heads, rope, place)
+    return x_BLNH if place_BLPMH is None else place
+
+
+def _copied_to(place_BLPMH: Tensor | None, x_BLNH: Tensor) -> Tensor:
     if place_BLPMH is None:
         return x_BLNH
     return place_BLPMH.copy_(x_BLNH.view(place_BLPMH.shape))
