@@ -1,8 +1,8 @@
 """The sampler: from a velocity and a latent to the next latent.
 
-UniPC (order 2, bh2, x0 prediction) on Wan's own grid, through diffusers, and plain Euler for models
-distilled to few steps. Invariant: timesteps and sigmas are known on the host before the first step,
-latents stay fp32, and no step makes the host wait for the device.
+UniPC (order 2, bh2, x0 prediction) on Wan's own grid, and plain Euler for models distilled to few
+steps. Invariant: timesteps and sigmas are known on the host before the first step, latents stay
+fp32, and no step makes the host wait for the device.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from typing import Protocol
 
 import numpy as np
 import torch
-from diffusers import UniPCMultistepScheduler
 from torch import Tensor
 
 from shared_offload.errors import ConfigError
 
 TRAIN_TIMESTEPS = 1000
 FIRST_SIGMA = 0.9990000128746033  # float32(1 - 1/1000): Wan's grid starts here, before the shift
+NEARLY_ONE = 1e-6  # a first sigma closer to 1 is put this far below it, as the log of 0 is infinite
 
 
 class Scheduler(Protocol):
@@ -90,101 +90,87 @@ class DistilledEuler:
 
 
 class UniPC:
-    """diffusers' UniPC on Wan's grid: same sigmas, timesteps and results as Wan, bit for bit.
+    """UniPC on Wan's grid: sigmas, timesteps and results of Wan and diffusers, bit for bit.
 
-    Holds the velocities of two steps and the last latent (3 latents of device memory).
-    """
-
-    def __init__(self, *, steps: int, shift: float, device: torch.device | str) -> None:
-        # diffusers' own grid for flow sigmas runs from 1 to 0.001, which is not Wan's; explicit
-        # values before the shift reproduce it.
-        base = np.linspace(FIRST_SIGMA, 0, steps + 1)[:-1]
-        self._solver = _HostUniPC(
-            prediction_type="flow_prediction",
-            use_flow_sigmas=True,
-            num_train_timesteps=TRAIN_TIMESTEPS,
-            flow_shift=shift,
-        )
-        self._solver.set_timesteps(sigmas=base, device="cpu")
-        self._solver.set_begin_index(0)  # else the first step looks its timestep up
-        self._device = torch.device(device)
-        self.timesteps: list[float] = [float(t) for t in self._solver.timesteps.tolist()]
-        self.sigmas: list[float] = self._solver.sigmas.tolist()
-
-    def step(self, velocity: Tensor, index: int, latent: Tensor) -> Tensor:
-        """The fp32 latent after step `index`; RuntimeError where a step was left out."""
-        at = self._solver.step_index or 0
-        if index != at:
-            raise RuntimeError(f"step {index} was asked for, step {at} is next")
-        latent = latent.to(self._device, torch.float32)
-        following: Tensor = self._solver.step(
-            velocity.to(self._device, torch.float32),
-            self.timesteps[index],
-            latent,
-            return_dict=False,
-        )[0]
-        return following
-
-
-class _HostUniPC(UniPCMultistepScheduler):  # type: ignore[misc]  # diffusers has no types
-    """UniPC of order 1 or 2 whose coefficients are computed on the host.
-
-    diffusers copies each sigma to the sample's device (a blocking copy) and solves a 2x2 system
-    there (torch.linalg.solve waits for its status): 2 to 7 waits a step, counted on CUDA with
-    torch.cuda.set_sync_debug_mode. The coefficients depend on sigmas alone. As 0-dim fp32 host
-    tensors they are kernel arguments, and the arithmetic is the same, in the same order. Maths:
+    Coefficients depend on sigmas alone. They are 0-dim fp32 tensors on the host, which become
+    arguments of kernels: on the device, each would be a copy or a solve that makes the host wait.
+    Holds the data predictions of two steps and the last latent (3 latents of device memory). Maths:
     https://arxiv.org/abs/2302.04867, section 3.
     """
 
-    sigmas: Tensor  # one more than there are steps, on the host
-    model_outputs: list[Tensor]  # x0 predictions, the newest last
+    def __init__(self, *, steps: int, shift: float, device: torch.device | str) -> None:
+        base = np.linspace(FIRST_SIGMA, 0, steps + 1)[:-1]
+        sigmas = shift * base / (1 + (shift - 1) * base)
+        if 1 - sigmas[0] < NEARLY_ONE:
+            sigmas[0] -= NEARLY_ONE
+        self._sigmas = torch.from_numpy(np.append(sigmas, 0).astype(np.float32))
+        self._device = torch.device(device)
+        self._steps = steps
+        self._at = 0
+        self._order = 0  # of the last step
+        self._data: list[Tensor] = []  # predicted by the last two steps, the newest last
+        self._last: Tensor | None = None  # the latent from which the last step went on
+        self.timesteps: list[float] = [float(int(t)) for t in sigmas * TRAIN_TIMESTEPS]
+        self.sigmas: list[float] = self._sigmas.tolist()
 
-    def multistep_uni_p_bh_update(
-        self, *_: object, sample: Tensor, order: int, **__: object
-    ) -> Tensor:
-        at: int = self.step_index
-        keep, alpha, h_phi_1, b_h, h = self._exponentials(at + 1, at)
-        m0 = self.model_outputs[-1]
-        x_t = keep * sample - alpha * h_phi_1 * m0
-        if order == 1:
+    def step(self, velocity: Tensor, index: int, latent: Tensor) -> Tensor:
+        """The fp32 latent after step `index`; RuntimeError where a step was left out."""
+        if index != self._at:
+            raise RuntimeError(f"step {index} was asked for, step {self._at} is next")
+        latent = latent.to(self._device, torch.float32)
+        data = latent - self._sigmas[index] * velocity.to(self._device, torch.float32)
+        if self._last is not None:
+            latent = self._corrected(data, self._last)
+        self._data = [*self._data[-1:], data]
+        self._order = min(2, index + 1, self._steps - index)  # the first and the last are of 1
+        self._last = latent
+        following = self._predicted(latent)
+        self._at += 1
+        return following
+
+    def _predicted(self, latent: Tensor) -> Tensor:
+        """The latent of the next sigma."""
+        at = self._at
+        keep, alpha, h_phi_1, h = self._exponentials(at + 1, at)
+        m0 = self._data[-1]
+        x_t = keep * latent - alpha * h_phi_1 * m0
+        if self._order == 1:
             return x_t
-        slope = (self.model_outputs[-2] - m0) / self._ratio(at - 1, at, h)
-        return x_t - alpha * b_h * (0.5 * slope)
+        slope = (self._data[-2] - m0) / self._ratio(at - 1, at, h)
+        return x_t - alpha * h_phi_1 * (0.5 * slope)
 
-    def multistep_uni_c_bh_update(
-        self, *_: object, this_model_output: Tensor, last_sample: Tensor, order: int, **__: object
-    ) -> Tensor:
-        at: int = self.step_index
-        keep, alpha, h_phi_1, b_h, h = self._exponentials(at, at - 1)
-        m0 = self.model_outputs[-1]
-        x_t = keep * last_sample - alpha * h_phi_1 * m0
-        if order == 1:
-            return x_t - alpha * b_h * (0.5 * (this_model_output - m0))
+    def _corrected(self, data: Tensor, last: Tensor) -> Tensor:
+        """The last step once more, now that the data prediction at its end is known."""
+        at = self._at
+        keep, alpha, h_phi_1, h = self._exponentials(at, at - 1)
+        m0 = self._data[-1]
+        x_t = keep * last - alpha * h_phi_1 * m0
+        if self._order == 1:
+            return x_t - alpha * h_phi_1 * (0.5 * (data - m0))
         ratio = self._ratio(at - 2, at - 1, h)
-        rhos = self._corrector_weights(ratio, h, h_phi_1, b_h)
-        slope = (self.model_outputs[-2] - m0) / ratio
-        return x_t - alpha * b_h * (rhos[0] * slope + rhos[1] * (this_model_output - m0))
+        rhos = self._corrector_weights(ratio, h, h_phi_1)
+        slope = (self._data[-2] - m0) / ratio
+        return x_t - alpha * h_phi_1 * (rhos[0] * slope + rhos[1] * (data - m0))
 
     def _lambda(self, index: int) -> Tensor:
         """Half the log of the signal-to-noise ratio at sigma `index`; infinite at sigma 0."""
-        sigma = self.sigmas[index]
+        sigma = self._sigmas[index]
         return torch.log(1 - sigma) - torch.log(sigma)
 
-    def _exponentials(self, to: int, start: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """What is kept of x, alpha at the end, expm1(-h) (as h_phi_1 and as B(h)), and h."""
+    def _exponentials(self, to: int, start: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """What is kept of x, alpha at the end, expm1(-h), which is also B(h), and h."""
         h = self._lambda(to) - self._lambda(start)
-        h_phi_1 = torch.expm1(-h)
-        return self.sigmas[to] / self.sigmas[start], 1 - self.sigmas[to], h_phi_1, h_phi_1, h
+        return self._sigmas[to] / self._sigmas[start], 1 - self._sigmas[to], torch.expm1(-h), h
 
     def _ratio(self, before: int, start: int, h: Tensor) -> Tensor:
         return (self._lambda(before) - self._lambda(start)) / h
 
     @staticmethod
-    def _corrector_weights(ratio: Tensor, h: Tensor, h_phi_1: Tensor, b_h: Tensor) -> Tensor:
+    def _corrector_weights(ratio: Tensor, h: Tensor, h_phi_1: Tensor) -> Tensor:
         """The two weights of the order-2 corrector: a 2x2 Vandermonde system."""
         rks = torch.stack([ratio, torch.ones(())])
         h_phi_2 = h_phi_1 / -h - 1
         h_phi_3 = h_phi_2 / -h - 1 / 2
-        right = torch.stack([h_phi_2 / b_h, h_phi_3 * 2 / b_h])
+        right = torch.stack([h_phi_2 / h_phi_1, h_phi_3 * 2 / h_phi_1])
         weights: Tensor = torch.linalg.solve(torch.stack([torch.pow(rks, 0), rks]), right)
         return weights
