@@ -45,16 +45,26 @@ def test_grid_is_wans(steps: int, shift: float) -> None:
     assert len(scheduler.timesteps) == len(scheduler.sigmas) - 1 == steps
 
 
-@pytest.mark.parametrize("steps", [1, 2, 3, 4, 40])
-@pytest.mark.parametrize("shift", [1.0, 3.0, 8.0, 2000.0])  # the last: a sigma within 1e-6 of 1
-def test_bit_equal_to_diffusers(steps: int, shift: float) -> None:
-    theirs = UniPCMultistepScheduler(
+def diffusers_unipc(steps: int, shift: float) -> UniPCMultistepScheduler:
+    scheduler = UniPCMultistepScheduler(
         prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=shift
     )
-    theirs.set_timesteps(sigmas=np.linspace(0.9990000128746033, 0, steps + 1)[:-1])
-    ours = unipc(steps, shift)
-    assert ours.timesteps == theirs.timesteps.tolist()
-    assert ours.sigmas == theirs.sigmas.tolist()
+    scheduler.set_timesteps(sigmas=np.linspace(0.9990000128746033, 0, steps + 1)[:-1])
+    return scheduler
+
+
+@pytest.mark.parametrize("shift", [0.1, 3.0, 5.3, 2000.0])  # the last: a sigma within 1e-6 of 1
+def test_grid_is_diffusers(shift: float) -> None:
+    for steps in (1, 2, 17, 40):
+        theirs, ours = diffusers_unipc(steps, shift), unipc(steps, shift)
+        assert ours.timesteps == theirs.timesteps.tolist()
+        assert ours.sigmas == theirs.sigmas.tolist()
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3, 4, 40])
+@pytest.mark.parametrize("shift", [1.0, 3.0, 8.0])
+def test_bit_equal_to_diffusers(steps: int, shift: float) -> None:
+    theirs, ours = diffusers_unipc(steps, shift), unipc(steps, shift)
     generator = torch.Generator().manual_seed(1)
     a = b = torch.randn(1, 16, 3, 4, 6, generator=generator)
     for i, t in enumerate(theirs.timesteps):
