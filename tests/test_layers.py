@@ -42,6 +42,7 @@ FENCED: dict[str, tuple[str, ...]] = {
     "diffusers": ("pipeline/",),
     "av": ("pipeline/",),
     "tokenizers": ("synth/",),
+    "triton": ("model/fused.py", "model/kernels.py", "model/operations.py"),
 }
 OPTIONAL_KERNELS = (
     "flash_attn",
