@@ -15,10 +15,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import CLIPVisionConfig, CLIPVisionModel
 
 from shared_offload.errors import CheckpointError
-from shared_offload.pipeline import module_weights
+from shared_offload.pipeline import libraries, module_weights
 from shared_offload.pipeline.conditioning import bicubic
 from shared_offload.pipeline.module_weights import OnBytes, told_to_nobody
 from shared_offload.weights.pth import load_pth
@@ -83,7 +82,7 @@ class ImageEncoder:
         config = read_config(tensors, path)
         config.num_hidden_layers -= use_31_block
         with torch.device("meta"):
-            model = CLIPVisionModel(config)
+            model = libraries.CLIPVisionModel(config)
         own = model.state_dict().keys()
         prefix = "vision_model." if any(n.startswith("vision_model.") for n in own) else ""
         renamed = rename(tensors, blocks=config.num_hidden_layers)
@@ -132,7 +131,7 @@ def heads_of(width: int) -> int:
     return HEADS if width % HEADS == 0 else 1
 
 
-def read_config(tensors: Mapping[str, Tensor], path: Path) -> CLIPVisionConfig:
+def read_config(tensors: Mapping[str, Tensor], path: Path) -> libraries.CLIPVisionConfig:
     """The sizes that tensors (names within `visual.`) say; CheckpointError where they cannot."""
     _, positions, width = module_weights.need(tensors, "pos_embedding", 3, path)
     *_, patch = module_weights.need(tensors, "patch_embedding.weight", 4, path)
@@ -145,7 +144,7 @@ def read_config(tensors: Mapping[str, Tensor], path: Path) -> CLIPVisionConfig:
             path=str(path),
             name=VISUAL + "pos_embedding",
         )
-    return CLIPVisionConfig(
+    return libraries.CLIPVisionConfig(
         hidden_size=width,
         intermediate_size=hidden,
         num_hidden_layers=module_weights.layer_count(tensors, "transformer."),

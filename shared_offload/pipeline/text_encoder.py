@@ -16,10 +16,9 @@ from typing import Any
 import ftfy
 import torch
 from torch import Tensor
-from transformers import AutoTokenizer, UMT5Config, UMT5EncoderModel
 
 from shared_offload.errors import CheckpointError
-from shared_offload.pipeline import module_weights
+from shared_offload.pipeline import libraries, module_weights
 from shared_offload.pipeline.module_weights import OnBytes, told_to_nobody
 from shared_offload.pipeline.passing import Passage
 from shared_offload.weights.pth import load_pth
@@ -87,8 +86,9 @@ class TextEncoder:
         """
         tokenizer = load_tokenizer(tokenizer_path)
         tensors = load_pth(path)
+        config = read_config(tensors, path)
         with torch.device("meta"):
-            model = UMT5EncoderModel(read_config(tensors, path))
+            model = libraries.UMT5EncoderModel(config)
         device = torch.device(device)
         home = torch.device("cpu") if block_by_block else device
         module_weights.assign(
@@ -185,21 +185,21 @@ def load_tokenizer(path: Path) -> Any:  # noqa: ANN401  transformers has no type
             path=str(path),
         )
     try:
-        return AutoTokenizer.from_pretrained(path, local_files_only=True)
+        return libraries.AutoTokenizer.from_pretrained(path, local_files_only=True)
     except Exception as error:  # the tokenizers library raises bare Exception for broken JSON
         raise CheckpointError(
             f"the tokenizer in {path} cannot be read ({error})", path=str(path)
         ) from error
 
 
-def read_config(tensors: Mapping[str, Tensor], path: Path) -> UMT5Config:
+def read_config(tensors: Mapping[str, Tensor], path: Path) -> libraries.UMT5Config:
     """The sizes that the tensors of Wan's .pth file say; CheckpointError where they cannot."""
     vocabulary, dim = module_weights.need(tensors, "token_embedding.weight", 2, path)
     bias = "blocks.0.pos_embedding.embedding.weight"
     buckets, heads = module_weights.need(tensors, bias, 2, path)
     inner, _ = module_weights.need(tensors, "blocks.0.attn.q.weight", 2, path)
     hidden, _ = module_weights.need(tensors, "blocks.0.ffn.fc1.weight", 2, path)
-    return UMT5Config(
+    return libraries.UMT5Config(
         vocab_size=vocabulary,
         d_model=dim,
         d_kv=inner // heads,

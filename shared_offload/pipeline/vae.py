@@ -17,12 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from diffusers import AutoencoderKLWan
-from diffusers.loaders.single_file_utils import convert_wan_vae_to_diffusers
 from torch import Tensor, nn
 
 from shared_offload.errors import CheckpointError
-from shared_offload.pipeline import module_weights, vae_sweep
+from shared_offload.pipeline import libraries, module_weights, vae_sweep
 from shared_offload.pipeline.conditioning import LATENT_CHANNELS, latent_shape
 from shared_offload.pipeline.vae_memory import DECODE, ENCODE, Pass, Picture, room
 from shared_offload.pipeline.vae_parallel import Place, Strips, Tiles
@@ -67,10 +65,10 @@ class Vae:
         else:
             tensors = load_pth(path)
             with torch.device("meta"):
-                model = AutoencoderKLWan(**read_config(tensors, path))
+                model = libraries.AutoencoderKLWan(**read_config(tensors, path))
             module_weights.assign(
                 model,
-                convert_wan_vae_to_diffusers(tensors),
+                libraries.convert_wan_vae_to_diffusers(tensors),
                 path=path,
                 device=torch.device(device),
                 dtype=dtype,
@@ -237,7 +235,7 @@ def _from_folder(path: Path, dtype: torch.dtype) -> Any:  # noqa: ANN401  diffus
             path=str(path),
         )
     try:
-        model, report = AutoencoderKLWan.from_pretrained(
+        model, report = libraries.AutoencoderKLWan.from_pretrained(
             path,
             torch_dtype=dtype,
             local_files_only=True,

@@ -24,9 +24,9 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from diffusers.models.autoencoders.autoencoder_kl_wan import WanResample, WanResidualBlock
 from torch import Tensor, nn
 
+from shared_offload.pipeline import libraries
 from shared_offload.pipeline.conditioning import SPACE_STRIDE, TIME_STRIDE
 
 TIME = 2  # the dimension of frames in (B, C, T, Y, X)
@@ -96,7 +96,7 @@ def encode(model: Any, video: Tensor, strips: int) -> Tensor:  # noqa: ANN401  n
     The video may lie on another device, and passes to the model's piece by piece.
     """
     encoder = model.encoder
-    last = max(i for i, e in enumerate(encoder.down_blocks) if isinstance(e, WanResample))
+    last = max(i for i, e in enumerate(encoder.down_blocks) if isinstance(e, libraries.WanResample))
     cut = list(encoder.down_blocks[: last + 1])
     whole = [*encoder.down_blocks[last + 1 :], encoder.mid_block]
     groups = _frame_groups(video.shape[TIME])
@@ -167,7 +167,7 @@ class _Sweep:
 
     def enter(self, layer: nn.Module, x: Tensor) -> Tensor:
         """What the layer is to get, of what has been made for it."""
-        if not isinstance(layer, WanResample):
+        if not isinstance(layer, libraries.WanResample):
             return self.join(layer, x)
         if layer.mode.startswith("up"):
             return self.join(layer, x, 1)  # two columns of what the convolution gets
@@ -178,7 +178,8 @@ class _Sweep:
 
     def leave(self, layer: nn.Module, x: Tensor) -> Tensor:
         """What is right of what the layer made."""
-        return self.trim(x) if isinstance(layer, WanResample) and layer.mode[0] == "u" else x
+        grows = isinstance(layer, libraries.WanResample) and layer.mode[0] == "u"
+        return self.trim(x) if grows else x
 
     def join(self, key: nn.Module, x: Tensor, keep: int | Callable[[int], int] = 2) -> Tensor:
         """x behind the columns that the strip before kept; the next strip finds x's last ones."""
@@ -221,7 +222,7 @@ class _Sweep:
 
         handles = []
         try:
-            for block in (each for each in layers if isinstance(each, WanResidualBlock)):
+            for block in (each for each in layers if isinstance(each, libraries.WanResidualBlock)):
                 handles.append(block.conv_shortcut.register_forward_hook(shift))
                 handles.append(block.conv1.register_forward_hook(trim))
                 handles.append(block.norm2.register_forward_hook(join))

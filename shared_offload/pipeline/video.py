@@ -20,10 +20,10 @@ from fractions import Fraction
 from pathlib import Path
 from typing import NoReturn
 
-import av
 import torch
 
 from shared_offload.errors import OutputError
+from shared_offload.pipeline import libraries
 
 SUFFIXES = (".mp4", ".mov")
 # x264's scale: 0 lossless, 23 its default; at 18 a difference is hard to see.
@@ -137,7 +137,7 @@ def _encode(path: Path, frames: Iterable[torch.Tensor], rate: Fraction) -> bytes
     """The whole file as bytes."""
     buffer = io.BytesIO()
     try:
-        with av.open(buffer, "w", format=path.suffix.lower()[1:]) as container:
+        with libraries.av.open(buffer, "w", format=path.suffix.lower()[1:]) as container:
             stream = container.add_stream("libx264", rate=rate, options={"crf": str(CRF)})
             stream.pix_fmt = "yuv420p"
             context = stream.codec_context
@@ -151,7 +151,7 @@ def _encode(path: Path, frames: Iterable[torch.Tensor], rate: Fraction) -> bytes
                     stream.height, stream.width = frame.shape[:2]
                 container.mux(stream.encode(_picture(frame, number, 1 / rate)))
             container.mux(stream.encode(None))
-    except (av.FFmpegError, ValueError) as error:
+    except (libraries.av.FFmpegError, ValueError) as error:
         raise OutputError(
             f"{path} could not be encoded: {error}",
             hint="the av package must have libx264, as its wheels from PyPI do",
@@ -180,9 +180,9 @@ def _checked(path: Path, frames: Iterable[torch.Tensor]) -> Iterator[torch.Tenso
         _fail(path, f"{path} would have no frames", expected="at least one")
 
 
-def _picture(frame_HW3: torch.Tensor, number: int, time_base: Fraction) -> av.VideoFrame:
+def _picture(frame_HW3: torch.Tensor, number: int, time_base: Fraction) -> libraries.av.VideoFrame:
     planes = to_yuv420(frame_HW3.cpu())
-    picture = av.VideoFrame.from_ndarray(planes.numpy(), format="yuv420p")
+    picture = libraries.av.VideoFrame.from_ndarray(planes.numpy(), format="yuv420p")
     picture.colorspace = BT709
     picture.color_range = LIMITED
     picture.pts = number
