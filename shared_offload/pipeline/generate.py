@@ -140,16 +140,10 @@ class Pipeline:
                 frame = conditioning.first_frame(image, height, width)
                 condition = runner.encode_condition(frame, settings.num_frames)
         with stage("load DiT"):
-            dit = runner.load_dit()
-        with stage("denoise"), runner.stepping(len(scheduler.timesteps)) as on_step:
-            branches = make_branches(dit.model, texts, features)
-
-            def predict(latent: Tensor, timestep: float) -> Tensor:
-                velocities = runner.velocities(latent, timestep, branches, condition)
-                return guide(velocities, settings.sample_guide_scale)
-
-            noise = conditioning.initial_noise(shape, request.seed, settings.noise_device)
-            latents = denoise(noise.to(runner.device), scheduler, predict, on_step)
+            runner.load_dit()
+        noise = conditioning.initial_noise(shape, request.seed, settings.noise_device)
+        with stage("denoise"):
+            latents = self._denoise(noise, scheduler, texts, features, condition)
         with stage("decode"):
             frames = runner.decode(latents)
         seconds = {
@@ -166,6 +160,24 @@ class Pipeline:
                 write_video(request.save_path, frames, settings.fps, metadata)
         runner.report_streaming()
         return Video(frames, latents, request.save_path, metadata)
+
+    def _denoise(
+        self,
+        noise: Tensor,
+        scheduler: Scheduler,
+        texts: Sequence[Tensor],
+        features: Tensor | None,
+        condition: Tensor | None,
+    ) -> Tensor:
+        """Latents. The branches, with all that they keep, end here: the VAE needs their room."""
+        runner, scale = self.runner, self.settings.sample_guide_scale
+        with runner.stepping(len(scheduler.timesteps)) as on_step:
+            branches = make_branches(runner.load_dit().model, texts, features)
+
+            def predict(latent: Tensor, timestep: float) -> Tensor:
+                return guide(runner.velocities(latent, timestep, branches, condition), scale)
+
+            return denoise(noise.to(runner.device), scheduler, predict, on_step)
 
     def close(self) -> None:
         """Give everything back. Idempotent; works after failures."""
