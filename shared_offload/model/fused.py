@@ -14,7 +14,7 @@ rows.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import triton
@@ -22,6 +22,7 @@ from torch import Tensor
 
 from shared_offload.model import kernels
 from shared_offload.model.layers import Quantised, Rows
+from shared_offload.model.operations import PLAIN, Operations
 from shared_offload.model.rope import RopeTable
 from shared_offload.weights.fp8 import FP8_DTYPE
 
@@ -32,6 +33,8 @@ _PIECE = 1024  # of a row, of one program of `add`
 # H200, 32,760 x 5120 to FP8: 0.26 ms with 2 rows a program and 4 warps, 0.38 with 1 and 8; GELU of
 # 13,824 columns 0.47 ms with exp2, 0.51 with exp.
 _NORM_ROWS = 2
+
+_PROBE_ERROR = 0.05  # turned codes stay below it; anything wrong is far above
 
 
 class Fused:
@@ -157,17 +160,45 @@ class Fused:
 
 
 def probe(device: torch.device) -> str:
-    """Compile and run a small kernel: why that failed, or ""."""
+    """Compile and run every kernel on a small input: why they cannot be used, or ""."""
     try:
         with torch.cuda.device(device):
-            x = torch.ones(1, 2, 16, dtype=torch.bfloat16, device=device)
-            total = Fused().add(x, x, None)
-            right = bool((total == 2).all())
-    except (
-        Exception
-    ) as error:  # Triton needs a C compiler, a driver that it knows, a folder to write
-        return f"Triton cannot compile here ({(str(error) or repr(error)).splitlines()[0]})"
-    return "" if right else "Triton's kernels give wrong results here"
+            wrong = [name for name, right in _agreements(device) if not right]
+    except Exception as error:  # Triton needs a compiler, a driver that it knows, a writable folder
+        first, *_ = (str(error) or repr(error)).splitlines()
+        return f"Triton cannot run here ({first})"
+    return f"Triton's kernels give wrong results here ({', '.join(wrong)})" if wrong else ""
+
+
+def _agreements(device: torch.device) -> Iterator[tuple[str, bool]]:
+    """Each operation, and whether it agrees with the plain one."""
+    generator = torch.Generator(device).manual_seed(0)  # leaves the global stream alone
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, device=device)
+
+    x, y = random(1, 5, 64).bfloat16(), random(1, 5, 64).bfloat16()
+    scale, shift = random(64), random(64)
+    rope = RopeTable(random(1, 5, 1, 8), random(1, 5, 1, 8))
+    ours: Operations = Fused()
+    for dtype in (FP8_DTYPE, torch.bfloat16):
+        weight = torch.empty(1, dtype=dtype, device=device)
+        runs: dict[str, Callable[[Operations], Rows]] = {
+            "norm": lambda do: do.norm(x, scale, shift, 1e-6, weight),  # noqa: B023
+            "gelu": lambda do: do.gelu(x, weight),  # noqa: B023
+            "total": lambda do: do.total([x, y], weight),  # noqa: B023
+            "heads": lambda do: do.heads(x, scale, 1e-6, 4, rope),
+            "add": lambda do: do.add(x, y, scale),
+        }
+        for name, run in runs.items():
+            found, wanted = _values(run(ours)), _values(run(PLAIN))
+            yield name, bool((found - wanted).norm() < _PROBE_ERROR * wanted.norm())
+
+
+def _values(rows: Rows) -> Tensor:
+    if isinstance(rows, Quantised):
+        return (rows.codes.float() * rows.scale).view(*rows.shape, -1)
+    return rows.float()
 
 
 def _rows(x: Tensor) -> Tensor:
