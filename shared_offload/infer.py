@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from shared_offload.config import Settings, load_settings
 from shared_offload.errors import OffloadError
+from shared_offload.pipeline import libraries
 from shared_offload.pipeline.generate import Pipeline, Video
 from shared_offload.pipeline.inventory import Inventory, gpu_needs, survey_files
 from shared_offload.pipeline.video import metadata_path
@@ -53,6 +54,9 @@ def _run(settings: Settings, facts: RankFacts, watch: Watch) -> None:
         progress.note(note)
     with watch.stage("check"):
         inventory = _check(settings, facts, watch, progress)
+    names = _libraries(settings, first=facts.rank == 0)
+    if facts.world_size == 1:  # the GPU starts meanwhile
+        libraries.preload(names)
     device = choose_device(facts, settings.device, settings.allow_shared_gpu)
     with Ranks.start(
         facts,
@@ -62,9 +66,23 @@ def _run(settings: Settings, facts: RankFacts, watch: Watch) -> None:
         timeout=settings.collective_timeout_seconds,
         watch=watch,
     ) as ranks:
+        # Not before: to make groups, torch uses torch._dynamo if it finds a part of it imported.
+        libraries.preload(names)
         with Pipeline(settings, ranks=ranks, progress=progress, inventory=inventory) as pipeline:
             _tell(pipeline.generate(), progress)
         ranks.barrier()
+
+
+def _libraries(settings: Settings, *, first: bool) -> list[str]:
+    """What this rank will import, in the order in which it will need it."""
+    i2v, together = settings.task == "i2v", settings.parallel.vae_parallel
+    steps = (
+        (libraries.TEXT, first),
+        (libraries.IMAGE, first and i2v),
+        (libraries.VAE, first or together),
+        (libraries.VIDEO, first and settings.save_result_path is not None),
+    )
+    return [name for names, used in steps if used for name in names]
 
 
 def _check(settings: Settings, facts: RankFacts, watch: Watch, progress: Progress) -> Inventory:

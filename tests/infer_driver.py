@@ -1,4 +1,4 @@
-"""Starts `python -m shared_offload.infer` again and again without importing torch each time.
+"""Starts `python -m shared_offload.infer` again and again without importing libraries each time.
 
 Reads one JSON object per line ({"argv", "cwd", "stdout", "stderr"}), forks a process that runs the
 module as `-m` does, and answers with its exit code. What Python does after the exit functions is
@@ -16,7 +16,8 @@ import sys
 
 import shared_offload.config
 import shared_offload.pipeline.generate
-import shared_offload.ranks.run  # noqa: F401
+import shared_offload.ranks.run
+from shared_offload.pipeline import libraries
 
 
 def become(job: dict) -> int:
@@ -33,6 +34,8 @@ def become(job: dict) -> int:
     raise AssertionError("the module returned")
 
 
+for library in libraries.HOMES:
+    getattr(libraries, library)
 gc.collect()
 gc.freeze()
 for line in sys.stdin:
