@@ -16,7 +16,7 @@ import sys
 
 import shared_offload.config
 import shared_offload.pipeline.generate
-import shared_offload.ranks.run
+import shared_offload.ranks.run  # noqa: F401
 from shared_offload.pipeline import libraries
 
 

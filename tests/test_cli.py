@@ -53,7 +53,7 @@ def test_every_command_has_help(capsys: pytest.CaptureFixture[str]) -> None:
         cli.main(["--help"])
     overview = capsys.readouterr().out
     for name in cli.COMMANDS:
-        assert f"\n    {name} " in overview
+        assert f"\n    {name}" in overview
         with pytest.raises(SystemExit) as caught:
             cli.main([name, "--help"])
         assert caught.value.code == 0

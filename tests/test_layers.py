@@ -38,12 +38,15 @@ FENCED: dict[str, tuple[str, ...]] = {
         "model/ulysses.py",
         "memory/lifecycle.py",
     ),
-    "transformers": ("pipeline/",),
-    "diffusers": ("pipeline/",),
-    "av": ("pipeline/",),
+    "transformers": ("pipeline/libraries.py",),
+    "diffusers": ("pipeline/libraries.py",),
+    "av": ("pipeline/libraries.py",),
     "tokenizers": ("synth/",),
     "triton": ("model/fused.py", "model/kernels.py", "model/operations.py"),
 }
+# Who may import by name, and so when it likes: libraries that take seconds, the one command that
+# was asked for, and optional kernels.
+BY_NAME = ("pipeline/libraries.py", "cli/__init__.py", "model/attention.py")
 OPTIONAL_KERNELS = (
     "flash_attn",
     "flash_attn_interface",
@@ -94,6 +97,14 @@ def test_no_import_inside_a_function(file: str) -> None:
         if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
             for name, _ in imports(function):
                 assert name.startswith(OPTIONAL_KERNELS), f"{file}: {function.name} imports {name}"
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_imports_by_name(file: str) -> None:
+    names = {name for name, _ in imports(ast.parse((ROOT / file).read_text()))}
+    by_name = {name for name in names if within(name, "importlib") or within(name, "runpy")}
+    assert not by_name or file in BY_NAME, f"{file} must not import {by_name}"
+    assert "__import__(" not in (ROOT / file).read_text()
 
 
 @pytest.mark.parametrize("file", FILES)

@@ -1,0 +1,60 @@
+"""What is imported before a run or a command does anything: each second of it is a second to wait.
+
+Reads `sys.modules` of a process of its own, in which nothing else has imported anything.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+# With what they pull in: torch._dynamo alone is 6 s on a host with slow files.
+HEAVY = {"transformers", "diffusers", "av", "tokenizers", "torch._dynamo", "torch._inductor"}
+HEAVY |= {"torch.distributed.tensor", "sympy", "scipy", "pandas", "sklearn", "triton"}
+QUICK = ("status", "stop")  # commands that need neither torch nor settings
+REPORT = """
+import json, sys
+try:
+    code = main({argv})
+except SystemExit as error:
+    code = error.code
+sys.stderr.write("\\n" + json.dumps([code, list(sys.modules)]))
+"""
+
+
+def imported(module: str, *argv: str) -> tuple[int, set[str]]:
+    """The exit code of `module.main(argv)`, and the modules there are in its process then."""
+    program = f"from {module} import main\n" + REPORT.format(argv=list(argv))
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    code, modules = json.loads(done.stderr.splitlines()[-1])
+    return code, set(modules)
+
+
+def test_infer_tells_a_wrong_path_without_heavy_libraries(tmp_path: Path) -> None:
+    flags = {"model_path": tmp_path, "task": "t2v", "config_json": ROOT / "configs/demo_t2v.json"}
+    words = [str(word) for name, value in flags.items() for word in (f"--{name}", value)]
+    code, modules = imported("shared_offload.infer", *words)
+    assert code == 1, "it is the checkpoint that is missing"
+    assert "shared_offload.pipeline.text_encoder" in modules
+    assert not modules & HEAVY, "import these through pipeline/libraries.py"
+
+
+@pytest.mark.parametrize("command", ["--help", "doctor", *QUICK])
+def test_commands_come_without_heavy_libraries(command: str, tmp_path: Path) -> None:
+    ways = {"--help": ["--help"], "doctor": ["doctor", "--arena-gb", "0.001"]}
+    argv = ways.get(command, [command, "--socket_folder", str(tmp_path)])
+    code, modules = imported("shared_offload.cli", *argv)
+    if command != "doctor":  # whose verdict is the host's
+        assert code == (1 if command == "stop" else 0)
+    names = {n.rpartition(".")[2] for n in modules if n.startswith("shared_offload.cli.")}
+    assert ("bench" in names) == (command == "--help"), "which lists all, and they only"
+    heavy = HEAVY - {"tokenizers"} if command == "--help" else HEAVY  # synth makes a tokenizer
+    assert not modules & heavy, "import these through pipeline/libraries.py"
+    assert command not in QUICK or not {"torch", "pydantic", "numpy"} & modules
