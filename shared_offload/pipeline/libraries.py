@@ -29,10 +29,13 @@ if TYPE_CHECKING:
     from diffusers.loaders.single_file_utils import (
         convert_wan_vae_to_diffusers as convert_wan_vae_to_diffusers,
     )
+    from diffusers.models.autoencoders.autoencoder_kl_wan import WanCausalConv3d as WanCausalConv3d
     from diffusers.models.autoencoders.autoencoder_kl_wan import WanResample as WanResample
     from diffusers.models.autoencoders.autoencoder_kl_wan import (
         WanResidualBlock as WanResidualBlock,
     )
+    from diffusers.models.autoencoders.autoencoder_kl_wan import WanRMS_norm as WanRMS_norm
+    from diffusers.models.autoencoders.autoencoder_kl_wan import WanUpsample as WanUpsample
     from transformers import AutoTokenizer as AutoTokenizer
     from transformers import CLIPVisionConfig as CLIPVisionConfig
     from transformers import CLIPVisionModel as CLIPVisionModel
@@ -45,8 +48,11 @@ IMAGE = dict.fromkeys(("CLIPVisionConfig", "CLIPVisionModel"), "transformers")
 VAE = {
     "AutoencoderKLWan": "diffusers",
     "convert_wan_vae_to_diffusers": "diffusers.loaders.single_file_utils",
+    "WanCausalConv3d": "diffusers.models.autoencoders.autoencoder_kl_wan",
     "WanResample": "diffusers.models.autoencoders.autoencoder_kl_wan",
     "WanResidualBlock": "diffusers.models.autoencoders.autoencoder_kl_wan",
+    "WanRMS_norm": "diffusers.models.autoencoders.autoencoder_kl_wan",
+    "WanUpsample": "diffusers.models.autoencoders.autoencoder_kl_wan",
 }
 VIDEO = {"av": "av"}
 HOMES = {**TEXT, **IMAGE, **VAE, **VIDEO}

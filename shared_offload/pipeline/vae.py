@@ -5,8 +5,8 @@ deterministic mode is used, and videos and latents are fp32 whatever the VAE com
 letters: C channels, T latent frames, Y X latent height and width, F frames, H W pixels.
 
 Frames pass one latent frame at a time, so memory depends on the size of a frame and hardly on their
-number; with a `limit` they pass in as many strips as keep to that (`vae_sweep.py`). Error and cost
-by dtype: docs/performance.md.
+number; with a `limit` they pass in as many strips as keep to that (`vae_sweep.py`). The library's
+layers compute as `vae_fast.py` says. Error and cost by dtype: docs/performance.md.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from shared_offload.errors import CheckpointError
-from shared_offload.pipeline import libraries, module_weights, vae_sweep
+from shared_offload.pipeline import libraries, module_weights, vae_fast, vae_sweep
 from shared_offload.pipeline.conditioning import LATENT_CHANNELS, latent_shape
 from shared_offload.pipeline.vae_memory import DECODE, ENCODE, Pass, Picture, room
 from shared_offload.pipeline.vae_parallel import Place, Strips, Tiles
@@ -38,6 +38,7 @@ class Vae:
 
     def __init__(self, model: Any, *, tiling: bool) -> None:  # noqa: ANN401  diffusers has no types
         self._model = model
+        vae_fast.quicken(model, gpu=model.device.type == "cuda")
         if tiling:
             model.enable_tiling()  # 256-pixel tiles, 192 apart, blended over 64
         self.device: torch.device = model.device
@@ -183,6 +184,7 @@ class Vae:
     def move(self, device: torch.device) -> None:
         """Put the weights on a device."""
         module_weights.move(self._open(), device)
+        vae_fast.quicken(self._open(), gpu=device.type == "cuda")
         self.device = device
         self._mean, self._std = self._mean.to(device), self._std.to(device)
 

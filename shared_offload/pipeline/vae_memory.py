@@ -23,12 +23,13 @@ class Pass:
 
     planes: float
     """Feature maps of one frame at full resolution, divided by the number of strips. Counted from
-    the storages alive (45 and 38), and cuDNN's workspace on top (8 with TF32 on an H200)."""
+    the storages alive (43.5 and 37.5), and what cuDNN takes on top (on an H200, TF32 and channels
+    last: nothing that could be measured in a decode, 2.5 in an encode)."""
     edges: float
     """Columns of features at full resolution, of all frames; whatever the number of strips."""
 
 
-DECODE, ENCODE = Pass(planes=54, edges=36), Pass(planes=46, edges=24)
+DECODE, ENCODE = Pass(planes=45, edges=34), Pass(planes=40, edges=16)
 
 
 @dataclass(frozen=True, slots=True)

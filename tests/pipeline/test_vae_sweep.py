@@ -15,7 +15,7 @@ from torch import is_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from shared_offload.pipeline import decoding, vae_memory, vae_sweep
+from shared_offload.pipeline import decoding, vae_fast, vae_memory, vae_sweep
 from shared_offload.pipeline.on_demand import OnDemand
 from shared_offload.pipeline.vae import Vae
 from shared_offload.pipeline.vae_memory import DECODE, ENCODE, Picture, StepMemory
@@ -74,7 +74,9 @@ def model() -> AutoencoderKLWan:
 def full_size() -> AutoencoderKLWan:
     """Wan's own sizes, without memory: operators only say how much they would take."""
     with torch.device("meta"):
-        return AutoencoderKLWan().eval().requires_grad_(False)
+        model = AutoencoderKLWan().eval().requires_grad_(False)
+    vae_fast.quicken(model, gpu=True)
+    return model
 
 
 def hooks(model: AutoencoderKLWan) -> int:
@@ -133,10 +135,10 @@ def peaks(frames: int, height: int, width: int, strips: int) -> tuple[int, int]:
     ("frames", "size", "strips"), [(21, (480, 832), 5), (6, (832, 480), 3), (6, (720, 1280), 10)]
 )
 def test_the_rule_knows_what_a_pass_takes(frames, size, strips) -> None:
-    """The rule adds cuDNN's workspace, which no operator returns."""
+    """The rule adds what cuDNN takes, which no operator returns."""
     picture = Picture.of((16, frames, size[0] // 8, size[1] // 8), None, 96 * 4)
     for way, took in zip((DECODE, ENCODE), peaks(frames, *size, strips), strict=True):
-        assert 1.02 * took < picture.peak(way, strips) < 1.25 * took
+        assert 1.02 * took < picture.peak(way, strips) < 1.1 * took
         assert took < 0.45 * picture.peak(way, 1)  # what strips are for
 
 
