@@ -12,7 +12,7 @@ out is time and memory saved. On an H200, 81 frames of 480x832, seconds and GB o
 | bf16, the library's     | 1.82 s, 4.70 | 1.18 s, 3.63 |
 | bf16, both              | 1.27 s, 4.24 | 0.82 s, 2.86 |
 
-Counted, not measured: that bf16 is enlarged as it is, not as a copy in fp32, takes 0.46 GB less in a decode.
+Counted, not measured: bf16 is enlarged as it is, not as a copy in fp32; 0.46 GB less in a decode.
 
 Invariant: layers keep no state, and stay instances of the library's classes with the same inputs,
 outputs and parameters; whoever hooks or moves them need not know.
