@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
-# The main job on a tiny checkpoint of random weights: makes the checkpoint, then one video from text
-# and one from a picture, each on two ranks that share one host copy of the DiT's blocks, through
-# the launcher that real checkpoints use. The weights are random, so the videos show coloured noise;
-# everything else is the real path. Two CPU cores are enough; with a GPU, both ranks use the first.
+# The main job on the demo models of assets/demo: one video from text and one from a picture, each on
+# two ranks that share one host copy of the DiT's blocks, through the launcher that real checkpoints
+# use, and a sheet of their frames. Two CPU cores are enough; with a GPU, both ranks use the first.
+# docs/demo-model.md says which words the models know. A model that is not there yet is made of random
+# weights: its video shows noise.
 #
 # From the environment: PROMPT, and OUT, the folder for everything that is made.
 set -euo pipefail
@@ -19,9 +20,14 @@ edit() {
   mv "$1.new" "$1"
 }
 
+mkdir -p "$OUT"
 for task in t2v i2v; do
-  model="$OUT/$task"
-  [[ -d "$model" ]] || .venv/bin/shared-offload synth --size tiny --task "$task" --out "$model"
+  model="assets/demo/$task"
+  if [[ ! -f "$model/config.json" ]]; then
+    model="$OUT/$task"
+    [[ -d "$model" ]] || .venv/bin/shared-offload synth --size tiny --task "$task" --out "$model"
+  fi
+  model="$(realpath "$model")"
 
   config="$OUT/$task.json"
   ranks='"parallel": {"seq_p_size": 2}, "allow_shared_gpu": true,'
@@ -34,11 +40,14 @@ for task in t2v i2v; do
   edit "$launcher" model_path "$model"
   edit "$launcher" config_json "$config"
   edit "$launcher" prompt "$PROMPT"
-  edit "$launcher" image_path assets/first_frame.jpg
+  edit "$launcher" image_path "$PWD/assets/demo/first_frame.png"
   edit "$launcher" save_result_path "$OUT/$task.mp4"
   edit "$launcher" gpus 0
   edit "$launcher" processes 2
   printf '\n%s: bash %s\n' "$task" "$launcher"
   bash "$launcher"
 done
+sheet="$OUT/contact_sheet.png"
+.venv/bin/python tools/contact_sheet.py "$OUT/t2v.mp4" "$OUT/i2v.mp4" --out "$sheet"
 printf '\nThe videos: %s\n' "$(realpath "$OUT/t2v.mp4") $(realpath "$OUT/i2v.mp4")"
+printf 'Their frames: %s\n' "$(realpath "$sheet")"

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import av
 import pytest
+from PIL import Image
 
 ROOT = Path(__file__).parents[2]
 
@@ -30,3 +31,5 @@ def test_the_demo(tmp_path) -> None:
         with av.open(str(out / f"{task}.mp4")) as container:
             assert sum(1 for _ in container.decode(video=0)) == 17
         assert f"video: {out / task}.mp4" in done.stderr
+    with Image.open(out / "contact_sheet.png") as sheet:
+        assert sheet.width > 5 * 64 and sheet.height >= 2 * 64
