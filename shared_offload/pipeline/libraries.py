@@ -18,8 +18,10 @@ import importlib
 import importlib.util
 import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Iterable
+from contextlib import suppress
 from importlib.machinery import ModuleSpec
 from typing import TYPE_CHECKING, Any
 
@@ -57,7 +59,8 @@ VAE = {
 VIDEO = {"av": "av"}
 HOMES = {**TEXT, **IMAGE, **VAE, **VIDEO}
 
-END_SECONDS = 10.0  # for one module: libraries on a slow disk
+POLL_SECONDS = 0.005
+END_SECONDS = 5.0  # for one module: libraries on a slow disk
 
 
 def preload(names: Iterable[str]) -> None:
@@ -78,79 +81,72 @@ class _Ended(BaseException):
 
 
 class _Importer:
-    """The thread, while there is something to import, and what it has imported."""
+    """The thread, while there is something to import, and what it has imported.
+
+    The main thread takes no lock here, and polls: a signal's handler that raises while Python's
+    `Condition` or `Event` is entered would leave it locked, and the importing thread stuck.
+    """
 
     def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._wanted: deque[str] = deque()  # the first of them is being imported
+        self._wanted: deque[str] = deque()
+        self._now = ""  # what is being imported
         self._found: dict[str, Any] = {}
         self._failed: dict[str, BaseException] = {}
         self._thread: threading.Thread | None = None
+        self._one_at_a_time = threading.Lock()  # taken by importing threads alone
         self._ending = False
 
     def want(self, names: Iterable[str]) -> None:
-        with self._changed:
-            self._wanted += [name for name in names if self._is_new(name)]
-            self._run_thread()
+        self._wanted += [name for name in names if name not in self._wanted]
+        self._run_thread()
 
     def get(self, name: str) -> Any:  # noqa: ANN401  of libraries without types
         """Waits for the import; raises what it raised. The next call tries again."""
-        with self._changed:
-            if name in self._wanted and name != self._wanted[0]:
-                self._wanted.remove(name)
-            if self._is_new(name):
-                self._wanted.insert(1, name)  # before what nobody waits for yet
-                self._run_thread()
-            while name not in self._found and name not in self._failed:
-                self._changed.wait()
-            if name in self._failed:
-                raise self._failed.pop(name)
-            return self._found[name]
-
-    def _is_new(self, name: str) -> bool:
-        return not any(name in known for known in (self._wanted, self._found, self._failed))
+        while name not in self._found and name not in self._failed:
+            if self._ending:
+                raise RuntimeError(f"{name} was asked for when the interpreter was ending")
+            if name != self._now:
+                with suppress(ValueError):
+                    self._wanted.remove(name)
+                self._wanted.appendleft(name)  # before what nobody waits for yet
+            self._run_thread()
+            time.sleep(POLL_SECONDS)
+        if name in self._failed:
+            raise self._failed.pop(name)
+        return self._found[name]
 
     def _run_thread(self) -> None:
-        if self._wanted and self._thread is None:
+        if self._thread is None:
+            atexit.register(self._end)
+        if self._wanted and (self._thread is None or not self._thread.is_alive()):
             self._thread = threading.Thread(target=self._work, name="imports", daemon=True)
             self._thread.start()
-            atexit.unregister(self._end)
-            atexit.register(self._end)
 
     def _work(self) -> None:
-        while True:
-            with self._changed:
-                if not self._wanted:
-                    self._thread = None
-                    return
-                name = self._wanted[0]
-            error: BaseException | None = None
-            try:
-                module = importlib.import_module(HOMES[name])
-                value = module if module.__name__.endswith(name) else getattr(module, name)
-            except BaseException as raised:  # raised again in `get`
-                error = raised
-            with self._changed:
-                self._wanted.popleft()
-                if error is None:
-                    self._found[name] = value
-                else:
-                    self._failed[name] = error
-                if self._ending:
-                    self._failed |= {name: _Ended() for name in self._wanted}
-                    self._wanted.clear()
-                self._changed.notify_all()
+        with self._one_at_a_time:
+            while self._wanted and not self._ending:
+                self._now = self._wanted.popleft()
+                if self._now not in self._found and self._now not in self._failed:
+                    self._import(self._now)
+                self._now = ""
+
+    def _import(self, name: str) -> None:
+        try:
+            module = importlib.import_module(HOMES[name])
+            own = module.__name__.endswith(name)
+            self._found[name] = module if own else getattr(module, name)
+        except BaseException as error:  # raised again in `get`
+            self._failed[name] = error
 
     def _end(self) -> None:
         """Wait until the thread has ended, which it does at its next import.
 
         Else it would be cut off inside a library's C++ code, which may abort the process.
         """
-        with self._changed:
-            self._ending, thread = True, self._thread
-        if thread is not None:
-            sys.meta_path.insert(0, _Barrier(thread))
-            thread.join(END_SECONDS)
+        self._ending = True
+        if self._thread is not None:
+            sys.meta_path.insert(0, _Barrier(self._thread))
+            self._thread.join(END_SECONDS)
 
 
 class _Barrier:
