@@ -23,11 +23,11 @@ TOGETHER := -n 2 --dist loadfile $(addprefix --ignore=tests/,$(ALONE))
 
 test: setup check  ## all tests (15 minutes on 2 cores)
 	@tools/system_packages.sh
-	OMP_NUM_THREADS=1 $(PY) -m pytest $(TOGETHER)
+	$(PY) -m pytest $(TOGETHER)
 	$(PY) -m pytest $(addprefix tests/,$(ALONE))
 
 quick: setup  ## a first answer within a minute
-	OMP_NUM_THREADS=1 $(PY) -m pytest -q -m "not slow and not numa_vm" -x $(TOGETHER)
+	$(PY) -m pytest -q -m "not slow and not numa_vm" -x $(TOGETHER)
 
 gpu: setup  ## the tests that need one or two GPUs
 	$(PY) -m pytest -m "gpu or multigpu"
