@@ -118,7 +118,7 @@ def mean_rgb(frame: av.VideoFrame) -> np.ndarray:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("task", "size"), [("t2v", (96, 96)), ("i2v", (64, 112))])
+@pytest.mark.parametrize(("task", "size"), [("t2v", (64, 64)), ("i2v", (48, 80))])
 def test_the_demo_makes_a_video(checkpoints, tmp_path, task, size) -> None:
     target = tmp_path / "new folder/out.mp4"
     config = ROOT / f"configs/demo_{task}.json"
