@@ -35,7 +35,8 @@ def test_stages_of_a_run_add_up_to_its_time(tmp_path, capsys) -> None:
         *("start and checks", "encode text", "encode image", "load DiT", "denoise", "decode"),
         *("write video", "close and exit"),
     ]
-    assert all(seconds > 0 for seconds in stages.values())
+    assert stages["write video"] >= 0  # told in hundredths of a second, and it may take less
+    assert all(seconds > 0 for name, seconds in stages.items() if name != "write video")
     metadata = figures["metadata"]
     told = metadata["stage_seconds"]
     assert {name: stages[name] for name in told} == told

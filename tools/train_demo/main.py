@@ -242,7 +242,7 @@ class Studio:
         cuda = self.device.type == "cuda"
         return {
             "device": torch.cuda.get_device_name(self.device) if cuda else platform.machine(),
-            "torch": torch.__version__,
+            "torch": str(torch.__version__),
             "diffusers": diffusers.__version__,
             "transformers": transformers.__version__,
         }
