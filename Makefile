@@ -13,12 +13,12 @@ setup:  ## make .venv with everything installed
 demo: setup  ## make a tiny checkpoint and a video from it (CPU is enough)
 	@tools/demo.sh
 
-# Tests that start process after process, time them against each other, or wait a lot: one at a time,
-# and not in `make quick`.
-ALONE := matrix multirank numa ranks server tools bench/test_end_to_end.py bench/test_register.py \
-	demo/test_ranks.py memory/test_kills.py memory/test_sharing.py pipeline/test_failures.py \
-	pipeline/test_lazy_load.py pipeline/test_ready_configs.py pipeline/test_release.py \
-	pipeline/test_weight_server.py streaming/test_disk.py test_infer.py
+# Tests that time processes against each other, or count what is left on the host: one at a time.
+ALONE := multirank numa ranks server bench/test_register.py memory/test_kills.py \
+	memory/test_sharing.py pipeline/test_failures.py pipeline/test_lazy_load.py \
+	pipeline/test_release.py pipeline/test_weight_server.py test_infer.py
+# Not in `make quick` either.
+LONG := demo matrix tools bench/test_end_to_end.py pipeline/test_ready_configs.py streaming/test_disk.py
 TOGETHER := -n 2 --dist loadfile $(addprefix --ignore=tests/,$(ALONE))
 
 test: setup check  ## all tests (15 minutes on 2 cores)
@@ -27,7 +27,8 @@ test: setup check  ## all tests (15 minutes on 2 cores)
 	$(PY) -m pytest $(addprefix tests/,$(ALONE))
 
 quick: setup  ## a first answer within a minute
-	$(PY) -m pytest -q -m "not slow and not numa_vm" -x $(TOGETHER)
+	$(PY) -m pytest -q -m "not slow and not numa_vm" -x $(TOGETHER) \
+		$(addprefix --ignore=tests/,$(LONG))
 
 gpu: setup  ## the tests that need one or two GPUs
 	$(PY) -m pytest -m "gpu or multigpu"
