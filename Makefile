@@ -10,7 +10,7 @@ help:  ## list the targets
 setup:  ## make .venv with everything installed
 	@tools/setup.sh
 
-demo: setup  ## make a tiny checkpoint and a video from it (CPU is enough)
+demo: setup  ## a video from text and one from a picture (CPU is enough)
 	@tools/demo.sh
 
 # Tests that time processes against each other, or count what is left on the host: one at a time.

@@ -2,8 +2,7 @@
 # The main job on the demo models of assets/demo: one video from text and one from a picture, each on
 # two ranks that share one host copy of the DiT's blocks, through the launcher that real checkpoints
 # use, and a sheet of their frames. Two CPU cores are enough; with a GPU, both ranks use the first.
-# docs/demo-model.md says which words the models know. A model that is not there yet is made of random
-# weights: its video shows noise.
+# docs/demo-model.md says which words the models know.
 #
 # From the environment: PROMPT, and OUT, the folder for everything that is made.
 set -euo pipefail
@@ -22,13 +21,6 @@ edit() {
 
 mkdir -p "$OUT"
 for task in t2v i2v; do
-  model="assets/demo/$task"
-  if [[ ! -f "$model/config.json" ]]; then
-    model="$OUT/$task"
-    [[ -d "$model" ]] || .venv/bin/shared-offload synth --size tiny --task "$task" --out "$model"
-  fi
-  model="$(realpath "$model")"
-
   config="$OUT/$task.json"
   ranks='"parallel": {"seq_p_size": 2}, "allow_shared_gpu": true,'
   sed "s/\"infer_steps\"/$ranks\n  &/" "configs/demo_$task.json" > "$config"
@@ -37,7 +29,7 @@ for task in t2v i2v; do
   cp launchers/run_wan_block_shared_offload.sh "$launcher"
   edit "$launcher" root "$PWD"
   edit "$launcher" task "$task"
-  edit "$launcher" model_path "$model"
+  edit "$launcher" model_path "$PWD/assets/demo/$task"
   edit "$launcher" config_json "$config"
   edit "$launcher" prompt "$PROMPT"
   edit "$launcher" image_path "$PWD/assets/demo/first_frame.png"

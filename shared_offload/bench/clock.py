@@ -6,10 +6,9 @@ the CPU by the host's clock. Nothing that is copied or multiplied is zero.
 
 from __future__ import annotations
 
-import argparse
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 
@@ -17,12 +16,9 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from shared_offload.errors import ConfigError
-
 COPIES = 5
-_GB = 1e9
+GB = 1e9
 COPY_NBYTES = {"cuda": 1 << 28, "cpu": 1 << 24}
-PIXELS = 16  # height and width of a video are multiples of it
 
 
 class Marks:
@@ -93,53 +89,11 @@ def copy_rate(device: torch.device, *, pinned: bool) -> float:
     return source.nbytes / seconds
 
 
-def publish(table: Table, document: Mapping[str, object], path: Path | None) -> None:
+def publish(table: Table, document: object, path: Path | None) -> None:
     """Print the table; write the figures where a file is asked for."""
     Console().print(table)
     if path is not None:
         path.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
-
-
-def at_least(flag: str, value: int, least: int = 1) -> None:
-    """Raises ConfigError for a number that is too small."""
-    if value < least:
-        raise ConfigError(f"{flag} {value}", expected=f"{least} or more", key=flag, found=value)
-
-
-def video_size(frames: int, height: int, width: int) -> None:
-    """Raises ConfigError for a video that Wan cannot make."""
-    if frames < 1 or frames % 4 != 1:
-        raise ConfigError(
-            f"--frames {frames}",
-            expected="4n + 1, as in 81",
-            hint=f"use {max(1, frames - 1) // 4 * 4 + 1}",
-            key="--frames",
-            found=frames,
-        )
-    for name, side in (("height", height), ("width", width)):
-        if side < PIXELS or side % PIXELS:
-            raise ConfigError(
-                f"a video of {name} {side}",
-                expected=f"a multiple of {PIXELS}",
-                key=name,
-                found=side,
-            )
-
-
-def stopwatch(device: torch.device) -> Callable[[], float]:
-    """Starts now; call it to stop and for the seconds, on the clock of the device if it has one."""
-    if device.type != "cuda":
-        begun = time.perf_counter()
-        return lambda: time.perf_counter() - begun
-    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-    start.record()
-
-    def elapsed() -> float:
-        stop.record()
-        stop.synchronize()
-        return float(start.elapsed_time(stop)) / 1e3
-
-    return elapsed
 
 
 def wait(device: torch.device) -> None:
@@ -152,12 +106,16 @@ def device_name(device: torch.device) -> str:
 
 
 def gigabytes(nbytes: int | None) -> str:
-    return "-" if nbytes is None else f"{nbytes / _GB:.2f} GB"
+    return "-" if nbytes is None else f"{nbytes / GB:.2f} GB"
 
 
-def share_of_ranks(text: str) -> int:
-    """P of "1/P", or of "1"."""
-    numerator, _, denominator = text.partition("/")
-    if numerator != "1":
-        raise argparse.ArgumentTypeError(f"{text!r} is not 1/P")
-    return int(denominator or 1)
+def stopwatch(device: torch.device) -> Callable[[], float]:
+    """Starts now; call it to stop and for the seconds, on the clock of the device if it has one."""
+    marks = Marks(device)
+    marks.mark()
+
+    def elapsed() -> float:
+        marks.mark()
+        return sum(marks.spans())
+
+    return elapsed

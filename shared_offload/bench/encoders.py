@@ -17,8 +17,8 @@ from typing import Any, Literal, Protocol, TypeVar
 import torch
 from rich.table import Table
 
+from shared_offload.bench.arguments import add_json, at_least
 from shared_offload.bench.clock import (
-    at_least,
     copy_rate,
     device_name,
     first_device,
@@ -134,7 +134,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     parser.add_argument("--rounds", type=int, default=3, help="median of; default: 3")
     add_folder_flag(parser)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write all figures here")
+    add_json(parser)
     parser.set_defaults(run=run)
 
 

@@ -23,17 +23,22 @@ import torch
 from PIL import Image
 from rich.table import Table
 
-from shared_offload.bench.clock import at_least, publish, video_size
+from shared_offload.bench.arguments import (
+    COMPILE,
+    add_dit,
+    add_json,
+    add_video,
+    at_least,
+    video_size,
+)
+from shared_offload.bench.clock import publish
 from shared_offload.bench.folder import add_folder_flag, model_folder
 from shared_offload.errors import ConfigError, OffloadError
-from shared_offload.model.attention import ATTENTION_NAMES, AUTO
 from shared_offload.pipeline.video import metadata_path
 from shared_offload.synth.parts import PartName
-from shared_offload.synth.sizes import IN_DIM, SIZES
 
 FULL_STEPS = 40
 SCHEME = "fp8-vllm"
-COMPILE = {"auto": {}, "true": {"compile": True}, "false": {"compile": False}}
 DENOISE, WRITE = "denoise", "write video"
 START, END = "start and checks", "close and exit"
 PROMPT = "a sailing boat on a calm lake at sunrise, mountains behind, slow camera movement"
@@ -94,11 +99,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         description="Run python -m shared_offload.infer once and split its wall time. With fewer "
         f"than {FULL_STEPS} steps, the time of {FULL_STEPS} is computed as well.",
     )
-    parser.add_argument("--size", choices=tuple(SIZES), default="14b")
-    parser.add_argument("--task", choices=tuple(IN_DIM), default="i2v")
-    parser.add_argument("--height", type=int, default=480, help="default: %(default)s")
-    parser.add_argument("--width", type=int, default=832, help="default: %(default)s")
-    parser.add_argument("--frames", type=int, default=81, help="default: %(default)s")
+    add_dit(parser)
+    add_video(parser)
     parser.add_argument(
         "--steps",
         type=int,
@@ -107,10 +109,6 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     parser.add_argument("--no-cfg", action="store_true", help="one branch instead of two")
     parser.add_argument("--weights", choices=("streamed", "resident"), default="streamed")
-    parser.add_argument("--granularity", choices=("block", "phase"), default="block")
-    parser.add_argument("--dtype", choices=("fp8", "bf16"), default="fp8", help="of DiT weights")
-    parser.add_argument("--attention", choices=ATTENTION_NAMES, default=AUTO)
-    parser.add_argument("--compile", choices=tuple(COMPILE), default="auto")
     parser.add_argument(
         "--config_json",
         type=Path,
@@ -118,7 +116,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="a config to run instead of all the above but the size of the video and the steps",
     )
     add_folder_flag(parser)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write all figures here")
+    add_json(parser)
     parser.set_defaults(run=run)
 
 
@@ -168,7 +166,7 @@ def _config(args: argparse.Namespace) -> dict[str, Any]:
             "offload_granularity": args.granularity,
             "self_attn_1_type": args.attention,
             "cross_attn_1_type": args.attention,
-            **COMPILE[args.compile],
+            "compile": COMPILE[args.compile],
         }
     size = {"size": [args.height, args.width], "num_frames": args.frames}
     return {**config, **size, "infer_steps": args.steps}

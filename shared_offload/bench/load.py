@@ -7,7 +7,6 @@ is created for every round, so first touch of its pages is in the figure, as in 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import subprocess
@@ -17,9 +16,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from rich.console import Console
 from rich.table import Table
 
+from shared_offload.bench.arguments import add_json
+from shared_offload.bench.clock import publish
 from shared_offload.errors import PreflightError
 from shared_offload.memory.board import LocalBoard
 from shared_offload.memory.domain import Scope
@@ -63,7 +63,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("--threads", type=int, nargs="+", default=[8], help="default: 8")
     parser.add_argument("--rounds", type=int, default=3, help="default: 3")
     parser.add_argument("--cold", action="store_true", help="also from disk (drops caches; root)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures here")
+    add_json(parser)
     parser.set_defaults(run=run)
 
 
@@ -82,10 +82,8 @@ def run(args: argparse.Namespace) -> int:
         for cold in ((False, True) if args.cold else (False,))
         for threads in args.threads
     ]
-    Console().print(_table(results, checkpoint))
-    if args.json:
-        rows = [{**asdict(result), "ratio": result.ratio} for result in results]
-        args.json.write_text(json.dumps(rows, indent=2))
+    rows = [{**asdict(result), "ratio": result.ratio} for result in results]
+    publish(_table(results, checkpoint), rows, args.json)
     return 0
 
 

@@ -22,24 +22,21 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from shared_offload.bench import stream
-from shared_offload.bench.clock import (
+from shared_offload.bench.arguments import (
+    add_dit,
+    add_json,
+    add_part,
+    add_video,
     at_least,
-    device_name,
-    first_device,
-    gigabytes,
-    publish,
-    seconds_of,
-    share_of_ranks,
     video_size,
 )
+from shared_offload.bench.clock import device_name, first_device, gigabytes, publish, seconds_of
 from shared_offload.bench.floors import Part, Workbench, block_parts, time_parts
 from shared_offload.bench.workload import Workload, filled_arena, lay_out
-from shared_offload.model.attention import ATTENTION_NAMES, AUTO, Attention, select_attention
-from shared_offload.model.operations import select_operations
+from shared_offload.model.attention import Attention, select_attention
 from shared_offload.pipeline.conditioning import latent_shape
 from shared_offload.streaming.source import Source, resident_from_host
 from shared_offload.streaming.streamer import StreamedSource
-from shared_offload.synth.sizes import IN_DIM, SIZES
 from shared_offload.weights.architecture import PATCH, Architecture
 from shared_offload.weights.layout import BlockLayout, Unit
 
@@ -137,31 +134,17 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         description="Measure one denoising step of the DiT (random weights), and in the same run "
         "its matrix products and its attention alone, at the same shapes.",
     )
-    parser.add_argument("--size", choices=tuple(SIZES), default="14b")
-    parser.add_argument("--task", choices=tuple(IN_DIM), default="i2v")
-    parser.add_argument("--height", type=int, default=480, help="default: %(default)s")
-    parser.add_argument("--width", type=int, default=832, help="default: %(default)s")
-    parser.add_argument("--frames", type=int, default=81, help="default: %(default)s")
+    add_dit(parser)
+    add_part(parser)
+    add_video(parser)
     parser.add_argument("--tokens", type=int, help="in place of height, width and frames")
-    parser.add_argument(
-        "--share",
-        type=share_of_ranks,
-        default=1,
-        metavar="1/P",
-        help="the work of one of P ranks with sequence parallelism, without communication",
-    )
     parser.add_argument("--no-cfg", action="store_true", help="one branch instead of two")
     parser.add_argument("--weights", choices=tuple(WEIGHTS), default=STREAMED)
-    parser.add_argument("--granularity", choices=("block", "phase"), default="block")
-    parser.add_argument("--dtype", choices=("fp8", "bf16"), default="fp8", help="of the weights")
-    parser.add_argument("--attention", choices=ATTENTION_NAMES, default=AUTO)
-    stream.add_compile(parser)
     parser.add_argument("--steps", type=int, default=3, help="measured of each kind; default: 3")
-    parser.add_argument("--slots", type=int, default=2)
     parser.add_argument(
         "--profile", type=Path, metavar="FILE", help="also write the kernels of one step here"
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write all figures here")
+    add_json(parser)
     parser.set_defaults(run=run)
 
 
@@ -197,18 +180,7 @@ def _options(args: argparse.Namespace) -> Options:
         _, *sizes = latent_shape(args.frames, args.height, args.width)
         frames, height, width = (n // patch for n, patch in zip(sizes, PATCH, strict=True))
         tokens = frames * height * width
-    step = stream.Options(
-        size=args.size,
-        task=args.task,
-        tokens=tokens,
-        share=args.share,
-        granularity=args.granularity,
-        dtype=args.dtype,
-        steps=args.steps,
-        slots=args.slots,
-        attention=args.attention,
-        compiled=stream.COMPILE[args.compile],
-    )
+    step = stream.options_of(args, tokens)
     return Options(step, args.weights, 1 if args.no_cfg else 2, args.profile)
 
 
@@ -218,16 +190,7 @@ def measure(options: Options, device: torch.device, kernel: Attention) -> Result
     arch = stream.architecture_of(step)
     layout = lay_out(arch, fp8=step.dtype == "fp8")
     before = _floor(options, arch, device, kernel)
-    operations, kind = select_operations(step.compiled, device, torch.bfloat16)
-    workload = Workload(
-        arch,
-        device,
-        tokens=step.tokens,
-        share=step.share,
-        attention=kernel.run,
-        operations=operations,
-        branches=options.branches,
-    )
+    workload, kind = stream.make_workload(step, arch, device, kernel.run, options.branches)
     with (
         filled_arena(layout, device) as host,
         _sources(options, layout, host, device) as make,

@@ -7,11 +7,9 @@ of steps. Invariant: a ratio is printed only beside whether both gave equal bits
 from __future__ import annotations
 
 import argparse
-import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from statistics import median
 from typing import Any, cast
 
@@ -20,28 +18,29 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from shared_offload.bench.arguments import COMPILE, add_dit, add_json, add_part
 from shared_offload.bench.clock import (
+    GB,
     device_name,
+    first_device,
     gigabytes,
-    share_of_ranks,
+    publish,
     stopwatch,
     wait,
 )
 from shared_offload.bench.workload import Workload, filled_arena, lay_out
 from shared_offload.errors import ConfigError
-from shared_offload.model.attention import ATTENTION_NAMES, AUTO, select_attention
+from shared_offload.model.attention import AttentionFn, select_attention
 from shared_offload.model.operations import Compile, select_operations
 from shared_offload.streaming.source import Source, resident_from_host
 from shared_offload.streaming.streamer import StreamedSource
-from shared_offload.synth.sizes import IN_DIM, SIZES, architecture
+from shared_offload.synth.sizes import architecture
 from shared_offload.weights.architecture import Architecture
 from shared_offload.weights.layout import Unit
 
 WARM_UPS = 2  # kernels are chosen and compiled in the first; the second is like all others
 STEPS_IN_A_ROW = 2
 COPIES = 10
-_GB = 1e9
-COMPILE: dict[str, Compile] = {AUTO: AUTO, "true": True, "false": False}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,42 +88,40 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         description="Measure one denoising step of the DiT (two branches, random weights) with "
         "resident and with streamed weights, in one run.",
     )
-    parser.add_argument("--size", choices=tuple(SIZES), default="14b")
-    parser.add_argument("--task", choices=tuple(IN_DIM), default="i2v")
+    add_dit(parser)
+    add_part(parser)
     parser.add_argument("--tokens", type=int, default=32760, help="default: 480x832, 81 frames")
-    parser.add_argument(
-        "--share",
-        type=share_of_ranks,
-        default=1,
-        metavar="1/P",
-        help="the work of one of P ranks with sequence parallelism, without communication",
-    )
-    parser.add_argument("--granularity", choices=("block", "phase"), default="block")
-    parser.add_argument("--dtype", choices=("fp8", "bf16"), default="fp8", help="of the weights")
     parser.add_argument("--steps", type=int, default=3, help="measured of each kind")
-    parser.add_argument("--slots", type=int, default=2)
-    parser.add_argument("--attention", choices=ATTENTION_NAMES, default=AUTO)
-    add_compile(parser)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write all figures here")
+    add_json(parser)
     parser.set_defaults(run=run)
-
-
-def add_compile(parser: argparse.ArgumentParser) -> None:
-    """The option that the settings call `compile`."""
-    parser.add_argument(
-        "--compile",
-        choices=tuple(COMPILE),
-        default=AUTO,
-        help="fused kernels between products and attention; auto: where they run",
-    )
 
 
 def run(args: argparse.Namespace) -> int:
     """Measure, print the table, write the JSON."""
-    options = Options(
+    options = options_of(args, args.tokens)
+    device = first_device()
+    kernel, warning = select_attention(options.attention, device, torch.bfloat16)
+    if warning:
+        Console(stderr=True).print(warning)
+    result = measure(options, device, kernel.run)
+    document = {
+        "options": asdict(options),
+        "device": device_name(device),
+        "torch": torch.__version__,
+        "attention": kernel.name,
+        "ratio": result.ratio,
+        **asdict(result),
+    }
+    publish(_table(options, device, kernel.name, result), document, args.json)
+    return 0
+
+
+def options_of(args: argparse.Namespace, tokens: int) -> Options:
+    """Of a command with the options of `add_dit` and `add_part`."""
+    return Options(
         size=args.size,
         task=args.task,
-        tokens=args.tokens,
+        tokens=tokens,
         share=args.share,
         granularity=args.granularity,
         dtype=args.dtype,
@@ -133,41 +130,14 @@ def run(args: argparse.Namespace) -> int:
         attention=args.attention,
         compiled=COMPILE[args.compile],
     )
-    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    kernel, warning = select_attention(options.attention, device, torch.bfloat16)
-    if warning:
-        Console(stderr=True).print(warning)
-    result = measure(options, device, kernel.run)
-    Console().print(_table(options, device, kernel.name, result))
-    if args.json:
-        document = {
-            "options": asdict(options),
-            "device": device_name(device),
-            "torch": torch.__version__,
-            "attention": kernel.name,
-            "ratio": result.ratio,
-            **asdict(result),
-        }
-        args.json.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
-    return 0
 
 
-def measure(
-    options: Options, device: torch.device, attention: Callable[[Tensor, Tensor, Tensor], Tensor]
-) -> Result:
+def measure(options: Options, device: torch.device, attention: AttentionFn) -> Result:
     """Run the benchmark. Peak memory: one arena on the host, all blocks and slots on the device."""
     arch = architecture_of(options)
     layout = lay_out(arch, fp8=options.dtype == "fp8")
     units = layout.units("phase" if options.granularity == "phase" else "block")
-    operations, kind = select_operations(options.compiled, device, torch.bfloat16)
-    workload = Workload(
-        arch,
-        device,
-        tokens=options.tokens,
-        share=options.share,
-        attention=attention,
-        operations=operations,
-    )
+    workload, kind = make_workload(options, arch, device, attention)
     with filled_arena(layout, device) as host:
         streamed = StreamedSource(units, host, device, slots=options.slots)
         streamed_peak = warm_up(workload, streamed, device)
@@ -194,7 +164,29 @@ def measure(
         return result
 
 
+def make_workload(
+    options: Options,
+    arch: Architecture,
+    device: torch.device,
+    attention: AttentionFn,
+    branches: int = 2,
+) -> tuple[Workload, str]:
+    """What a step computes, and the name of the operations that run in it."""
+    operations, kind = select_operations(options.compiled, device, torch.bfloat16)
+    workload = Workload(
+        arch,
+        device,
+        tokens=options.tokens,
+        share=options.share,
+        attention=attention,
+        operations=operations,
+        branches=branches,
+    )
+    return workload, kind
+
+
 def architecture_of(options: Options) -> Architecture:
+    """Raises ConfigError where it cannot be shared, or there is nothing to do."""
     arch = architecture(cast("Any", options.size), cast("Any", options.task))
     if options.share < 1 or arch.num_heads % options.share:
         raise ConfigError(
@@ -253,7 +245,7 @@ def _plain_copy(unit: Unit, host: Tensor, device: torch.device) -> float | None:
     for _ in range(COPIES):
         place.copy_(source, non_blocking=True)
     wait(device)
-    return COPIES * unit.nbytes / (time.perf_counter() - begun) / _GB
+    return COPIES * unit.nbytes / (time.perf_counter() - begun) / GB
 
 
 def _table(options: Options, device: torch.device, kernel: str, result: Result) -> Table:

@@ -21,16 +21,15 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import conv_flop_count
 
+from shared_offload.bench.arguments import add_json, at_least, video_size
 from shared_offload.bench.clock import (
     Marks,
-    at_least,
     device_name,
     first_device,
     gigabytes,
     of_peak,
     publish,
     seconds_of,
-    video_size,
 )
 from shared_offload.bench.folder import add_folder_flag, model_folder
 from shared_offload.config import Options as RunOptions
@@ -154,7 +153,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     parser.add_argument("--rounds", type=int, default=2, help="median of; default: 2")
     add_folder_flag(parser)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write all figures here")
+    add_json(parser)
     parser.set_defaults(run=run)
 
 

@@ -40,8 +40,6 @@ _PROBE_ERROR = 0.05  # turned codes stay below it; anything wrong is far above
 class Fused:
     """One kernel for each operation; bf16 on CUDA, launched on the current device and stream."""
 
-    name = "fused"
-
     def norm(
         self, x_BLD: Tensor, scale_D: Tensor, shift_D: Tensor, eps: float, weight: Tensor
     ) -> Rows:

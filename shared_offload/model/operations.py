@@ -63,8 +63,6 @@ class Operations(Protocol):
 class Plain:
     """In torch, for any device and dtype."""
 
-    name = "plain"
-
     def norm(
         self, x_BLD: Tensor, scale_D: Tensor, shift_D: Tensor, eps: float, weight: Tensor
     ) -> Rows:
@@ -114,7 +112,7 @@ def select_operations(
     """The operations for a model in `dtype` on `device`, and their name.
 
     "auto" takes fused kernels where they run. Raises ConfigError where True asks for them and they
-    do not. Runs one small kernel, so a Triton that cannot compile here is found now.
+    do not. Runs each of them on a small input, so a Triton that cannot compile here is found now.
     """
     refusal = "compile is false" if compiled is False else _refusal(device, dtype)
     if not refusal:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from shared_offload.config import Settings
 from shared_offload.pipeline.generate import Pipeline
-from tests.reference.demo import CASES, DEMO, KINDS, draw_pictures, options
+from tests.reference.demo import CASES, KINDS, draw_pictures, options
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -22,8 +22,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if here in item.path.parents:
             item.add_marker(pytest.mark.timeout(1200))
-            if not (DEMO / "i2v" / "config.json").is_file() and "t2v" not in item.nodeid:
-                item.add_marker(pytest.mark.skip(reason="assets/demo/i2v is not trained yet"))
 
 
 @pytest.fixture(scope="session")

@@ -29,6 +29,7 @@ from shared_offload.pipeline.vae import Vae
 from shared_offload.pipeline.vae_memory import DECODE, ENCODE, Picture
 from shared_offload.pipeline.vae_parallel import Strips
 from shared_offload.pipeline.video import to_uint8
+from tests.reference.small_vae import make_vae
 
 # A value is a sum of up to 1700 products, and these weights make differences grow by layers.
 ROUNDING = {torch.float32: 1e-5, torch.float64: 1e-13}
@@ -39,16 +40,7 @@ GPU = torch.device("cuda")
 
 @pytest.fixture(scope="module")
 def library() -> AutoencoderKLWan:
-    torch.manual_seed(0)
-    model = AutoencoderKLWan(base_dim=4).eval().requires_grad_(False)
-    for name, weight in model.named_parameters():
-        if name.endswith("gamma"):
-            weight.data = 1 + 0.2 * torch.randn_like(weight)
-        elif name.endswith("bias"):
-            weight.data = 0.1 * torch.randn_like(weight)
-        else:
-            weight.data *= 2
-    return model
+    return make_vae()
 
 
 @pytest.fixture(autouse=True)

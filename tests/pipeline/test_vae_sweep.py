@@ -23,6 +23,7 @@ from shared_offload.pipeline.video import to_uint8
 from shared_offload.ranks.facts import RankFacts
 from shared_offload.ranks.group import Ranks
 from shared_offload.report.progress import Progress
+from tests.reference.small_vae import make_vae
 
 # Latent height and width: wide, tall, square; sides that strips do not divide; the thinnest strips.
 SIZES = [(4, 14), (3, 31), (23, 5), (15, 15), (2, 45)]
@@ -58,16 +59,7 @@ class Alive(TorchDispatchMode):
 
 @pytest.fixture(scope="module")
 def model() -> AutoencoderKLWan:
-    torch.manual_seed(0)
-    model = AutoencoderKLWan(base_dim=4).eval().requires_grad_(False)
-    for name, weight in model.named_parameters():
-        if name.endswith("gamma"):
-            weight.data = 1 + 0.2 * torch.randn_like(weight)
-        elif name.endswith("bias"):
-            weight.data = 0.1 * torch.randn_like(weight)
-        else:
-            weight.data *= 2
-    return model
+    return make_vae()
 
 
 @functools.cache

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from diffusers import WanTransformer3DModel
@@ -47,22 +48,27 @@ def rename(name: str) -> str:
     return name
 
 
+def arguments(arch: Architecture) -> dict[str, Any]:
+    """WanTransformer3DModel's, for a model of these sizes; its own defaults are Wan's."""
+    image = {"image_dim": arch.image_dim, "added_kv_proj_dim": arch.dim}
+    return {
+        "num_attention_heads": arch.num_heads,
+        "attention_head_dim": arch.head_dim,
+        "in_channels": arch.in_dim,
+        "out_channels": arch.out_dim,
+        "text_dim": arch.text_dim,
+        "freq_dim": arch.freq_dim,
+        "ffn_dim": arch.ffn_dim,
+        "num_layers": arch.num_layers,
+        "eps": arch.eps,
+        **(image if arch.model_type == "i2v" else {}),
+    }
+
+
 def build(arch: Architecture, weights: Mapping[str, Tensor]) -> WanTransformer3DModel:
     """The model in fp32; it holds the given tensors, not copies of them."""
-    image = {"image_dim": arch.image_dim, "added_kv_proj_dim": arch.dim}
     with torch.device("meta"):
-        model = WanTransformer3DModel(
-            num_attention_heads=arch.num_heads,
-            attention_head_dim=arch.head_dim,
-            in_channels=arch.in_dim,
-            out_channels=arch.out_dim,
-            text_dim=arch.text_dim,
-            freq_dim=arch.freq_dim,
-            ffn_dim=arch.ffn_dim,
-            num_layers=arch.num_layers,
-            eps=arch.eps,
-            **(image if arch.model_type == "i2v" else {}),
-        )
+        model = WanTransformer3DModel(**arguments(arch))
     model.load_state_dict({rename(n): t for n, t in weights.items()}, strict=True, assign=True)
     rope = type(model.rope)(arch.head_dim, model.config.patch_size, model.config.rope_max_seq_len)
     model.rope = rope  # its tables are no weights, so they were left on the meta device

@@ -20,6 +20,7 @@ from shared_offload.bench.workload import IMAGE_TOKENS, TIMESTEP, grid_of
 from shared_offload.model.attention import AUTO, select_attention
 from shared_offload.synth.recipes import default_recipe
 from shared_offload.weights.architecture import PATCH, Architecture
+from tests.reference.diffusers_dit import arguments
 from tools.side_by_side.modes import Mode
 
 # diffusers' names of the kernels that ours chooses from.
@@ -35,25 +36,11 @@ HOST = torch.device("cpu")
 
 def build(arch: Architecture, device: torch.device) -> WanTransformer3DModel:
     """The model in bf16 on the device, but for the modules that diffusers keeps in fp32."""
-    i2v = arch.model_type == "i2v"
     usual = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
     try:
         with device:
-            model = WanTransformer3DModel(
-                patch_size=PATCH,
-                num_attention_heads=arch.num_heads,
-                attention_head_dim=arch.head_dim,
-                in_channels=arch.in_dim,
-                out_channels=arch.out_dim,
-                text_dim=arch.text_dim,
-                freq_dim=arch.freq_dim,
-                ffn_dim=arch.ffn_dim,
-                num_layers=arch.num_layers,
-                eps=arch.eps,
-                image_dim=arch.image_dim if i2v else None,
-                added_kv_proj_dim=arch.dim if i2v else None,
-            )
+            model = WanTransformer3DModel(**arguments(arch))
     finally:
         torch.set_default_dtype(usual)
     in_fp32 = set(model._keep_in_fp32_modules)

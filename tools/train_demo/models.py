@@ -20,7 +20,8 @@ from transformers import CLIPVisionModel, UMT5EncoderModel
 from shared_offload.pipeline import image_encoder, text_encoder, vae
 from shared_offload.synth.models import clip_recipes, t5_recipes, vae_recipes
 from shared_offload.synth.sizes import IN_DIM, ClipSize, T5Size, Task
-from shared_offload.weights.architecture import PATCH, Architecture
+from shared_offload.weights.architecture import Architecture
+from tests.reference.diffusers_dit import arguments
 
 CLIP_LAYERS = 3  # the last one is never computed: Wan reads the state before it
 Shapes = Mapping[str, tuple[int, ...]]
@@ -117,21 +118,7 @@ def make_clip(sizes: Sizes) -> Any:  # noqa: ANN401  transformers has no types
 
 def make_dit(arch: Architecture) -> Any:  # noqa: ANN401  diffusers has no types
     """An untrained DiT; its attention is `Attend`."""
-    i2v = arch.model_type == "i2v"
-    dit = WanTransformer3DModel(
-        patch_size=PATCH,
-        num_attention_heads=arch.num_heads,
-        attention_head_dim=arch.head_dim,
-        in_channels=arch.in_dim,
-        out_channels=arch.out_dim,
-        text_dim=arch.text_dim,
-        freq_dim=arch.freq_dim,
-        ffn_dim=arch.ffn_dim,
-        num_layers=arch.num_layers,
-        eps=arch.eps,
-        image_dim=arch.image_dim if i2v else None,
-        added_kv_proj_dim=arch.dim if i2v else None,
-    )
+    dit = WanTransformer3DModel(**arguments(arch))
     attend = Attend()
     for block in dit.blocks:
         block.attn1.set_processor(attend)
