@@ -375,7 +375,7 @@ def test_a_signal_in_the_middle_of_denoising(checkpoints, tmp_path, signum) -> N
         process = subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=file)
     try:
         deadline = time.monotonic() + 60
-        while "read blocks: " not in stderr.read_text():
+        while "read T5: " not in stderr.read_text():
             assert time.monotonic() < deadline, stderr.read_text()
             time.sleep(0.05)
         time.sleep(0.5)  # into the steps

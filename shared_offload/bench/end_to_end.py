@@ -202,12 +202,12 @@ def _command(
     }
     if args.task == "i2v":
         flags["--image_path"] = video.with_name("first_frame.png")
-        _draw(flags["--image_path"], args.height, args.width)
+        draw_picture(flags["--image_path"], args.height, args.width)
     words = [str(word) for flag in flags.items() for word in flag]
     return [sys.executable, "-m", "shared_offload.infer", *words]
 
 
-def _draw(path: Path, height: int, width: int) -> None:
+def draw_picture(path: Path, height: int, width: int) -> None:
     """A picture of soft noise."""
     small = torch.rand(max(1, height // 16), max(1, width // 16), 3)
     levels = (255 * small).to(torch.uint8).numpy()

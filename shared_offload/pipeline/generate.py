@@ -131,6 +131,8 @@ class Pipeline:
             distilled_steps=settings.denoising_step_list if settings.distilled else None,
             device=runner.device,
         )
+        if not settings.unload_modules:  # libraries for the encoders are imported meanwhile
+            self._load_dit()
         with stage("encode text"):
             texts = runner.encode_texts(request.prompts(settings))
         features, condition = None, None
@@ -139,8 +141,8 @@ class Pipeline:
                 features = runner.encode_image(image)
                 frame = conditioning.first_frame(image, height, width)
                 condition = runner.encode_condition(frame, settings.num_frames)
-        with stage("load DiT"):
-            runner.load_dit()
+        if settings.unload_modules:  # the text encoder has left host memory
+            self._load_dit()
         noise = conditioning.initial_noise(shape, request.seed, settings.noise_device)
         with stage("denoise"):
             latents = self._denoise(noise, scheduler, texts, features, condition)
@@ -160,6 +162,10 @@ class Pipeline:
                 write_video(request.save_path, frames, settings.fps, metadata)
         runner.report_streaming()
         return Video(frames, latents, request.save_path, metadata)
+
+    def _load_dit(self) -> None:
+        with self.runner.stage("load DiT"):
+            self.runner.load_dit()
 
     def _denoise(
         self,

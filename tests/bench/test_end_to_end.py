@@ -32,7 +32,7 @@ def test_stages_of_a_run_add_up_to_its_time(tmp_path, capsys) -> None:
     assert sum(stages.values()) == pytest.approx(figures["wall"])
     assert figures["wall"] < around
     assert list(stages) == [
-        *("start and checks", "encode text", "encode image", "load DiT", "denoise", "decode"),
+        *("start and checks", "load DiT", "encode text", "encode image", "denoise", "decode"),
         *("write video", "close and exit"),
     ]
     assert stages["write video"] >= 0  # told in hundredths of a second, and it may take less

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
+from statistics import median
 
 import pytest
 
@@ -57,4 +58,7 @@ def test_four_ranks_hold_the_blocks_once(monkeypatch, settings, ranks, tmp_path)
     saved = sum(map(sum, private.values())) - sum(map(sum, shared.values()))
     assert saved == pytest.approx((RANKS - 1) * arena, rel=0.05)
     # All ranks hold the VAE and what is outside the blocks; the encoder is the first rank's alone.
-    assert shared["rest"][0] - max(shared["rest"][1:]) > 0.8 * encoder_nbytes
+    # Half of it: what allocators keep differs between ranks by tens of megabytes.
+    first, *others = shared["rest"]
+    assert first - median(others) > 0.5 * encoder_nbytes
+    assert max(others) - min(others) < 0.5 * encoder_nbytes

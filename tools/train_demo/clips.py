@@ -36,7 +36,11 @@ SPEEDS = {"slowly": (10, 14), "quickly": (24, 30)}  # pixels from the first fram
 RADIUS = (8, 12)
 MARGIN = 2  # pixels between a shape and the edge
 EDGE = 2.0  # steepness of an edge, per pixel
-JITTER = 12.0  # levels, where clips stand for pictures of any origin
+
+# Where clips stand for pictures of any origin:
+JITTER = 12.0  # levels of 255 that a channel of a colour may be off
+STRETCH = 0.15  # share by which a shape may be wider or narrower, taller or flatter
+LOOSE_EDGE = (1.5, 6.0)
 
 PAIRS = [(o, b) for o, b in itertools.product(OBJECTS, BACKGROUNDS) if o != b]
 
@@ -138,11 +142,11 @@ class Painter:
         sizes = (len(PAIRS), len(SHAPES), len(DIRECTIONS), len(SPEEDS))
         return Labels(*(torch.randint(n, (count,), device=self._device) for n in sizes))
 
-    def clips(self, labels: Labels, *, spread: float, jitter: float = 0.0) -> Tensor:
+    def clips(self, labels: Labels, *, spread: float, loose: bool = False) -> Tensor:
         """(B, 3, F, H, W) in [-1, 1].
 
         `spread` is how far from the middle a path may lie: 1 anywhere in the picture, 0 centred.
-        `jitter` is how many levels of 255 a channel of a colour may be off.
+        `loose`: colours, proportions and edges as pictures of any origin have them.
         """
         radius = self._between(*RADIUS, like=labels.pair)
         slowest, fastest = self._speeds[labels.speed].unbind(-1)
@@ -153,28 +157,32 @@ class Painter:
         offset = (2 * torch.rand(len(radius), 2, device=self._device) - 1) * spread
         start = (low + high) / 2 + offset * (high - low) / 2
         centre_BF2 = start[:, None] + path[:, None] * self._times[None, :, None]
-        distance = self._distance(centre_BF2, radius, labels.shape)
-        ink = torch.sigmoid(-EDGE * distance)[:, None]
-        colors, grounds = (
-            self._jittered(table[labels.pair], jitter)[:, :, None, None, None]
-            for table in (self._colors, self._backgrounds)
-        )
+        colors, grounds = self._colors[labels.pair], self._backgrounds[labels.pair]
+        stretch_B2, edge_B = torch.ones_like(path), torch.full_like(radius, EDGE)
+        if loose:
+            colors, grounds = self._jittered(colors), self._jittered(grounds)
+            stretch_B2 = 1 + STRETCH * (2 * torch.rand_like(path) - 1)
+            edge_B = self._between(*LOOSE_EDGE, like=labels.pair)
+        distance = self._distance(centre_BF2, radius, labels.shape, stretch_B2)
+        ink = torch.sigmoid(-edge_B[:, None, None, None] * distance)[:, None]
+        colors, grounds = (color[:, :, None, None, None] for color in (colors, grounds))
         return colors * ink + grounds * (1 - ink)
 
     @staticmethod
-    def _jittered(colors_B3: Tensor, levels: float) -> Tensor:
-        if not levels:
-            return colors_B3
-        off = (2 * torch.rand_like(colors_B3) - 1) * levels / 127.5
+    def _jittered(colors_B3: Tensor) -> Tensor:
+        off = (2 * torch.rand_like(colors_B3) - 1) * JITTER / 127.5
         return (colors_B3 + off).clamp(-1, 1)
 
     def _between(self, low: Tensor | float, high: Tensor | float, *, like: Tensor) -> Tensor:
         return low + (high - low) * torch.rand(len(like), device=self._device)
 
-    def _distance(self, centre_BF2: Tensor, radius: Tensor, shape: Tensor) -> Tensor:
-        """Signed distance (B, F, H, W) in pixels to the outline, negative inside."""
-        x = self._pixels[None, None, None, :] - centre_BF2[..., 0, None, None]
-        y = self._pixels[None, None, :, None] - centre_BF2[..., 1, None, None]
+    def _distance(
+        self, centre_BF2: Tensor, radius: Tensor, shape: Tensor, stretch_B2: Tensor
+    ) -> Tensor:
+        """Signed distance (B, F, H, W) in about pixels to the outline, negative inside."""
+        wider, taller = stretch_B2[:, :, None, None, None].unbind(1)
+        x = (self._pixels[None, None, None, :] - centre_BF2[..., 0, None, None]) / wider
+        y = (self._pixels[None, None, :, None] - centre_BF2[..., 1, None, None]) / taller
         r = radius[:, None, None, None]
         circle = (x.square() + y.square()).sqrt() - r
         square = torch.maximum(x.abs(), y.abs()) - 0.9 * r

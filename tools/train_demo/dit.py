@@ -19,9 +19,9 @@ from torch.nn import functional as F
 from shared_offload.pipeline import image_encoder
 from shared_offload.pipeline.conditioning import TIME_STRIDE
 from tools.train_demo import text
-from tools.train_demo.clips import JITTER, Labels, Painter
+from tools.train_demo.clips import Labels, Painter
 from tools.train_demo.models import compile_blocks, velocity
-from tools.train_demo.training import Average, History, Plan, Trainer, fastest, half, train
+from tools.train_demo.training import Average, History, Plan, Run, Trainer, fastest, half, train
 from tools.train_demo.vae import encode
 
 BATCH = 256
@@ -56,17 +56,6 @@ class Amount:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
-    """How a DiT's training goes, beside its plan."""
-
-    batch: int
-    started: float
-    """When its time began to run, of time.monotonic()."""
-    snapshot: Callable[[], None]
-    """Called about once a minute."""
-
-
-@dataclass(frozen=True, slots=True)
 class Models:
     """What makes latents from captions, and from pictures."""
 
@@ -95,7 +84,7 @@ def make_data(vae: Module, painter: Painter, amount: Amount, *, seconds: float, 
 def draw(painter: Painter, labels: Labels, *, i2v: bool) -> Tensor:
     """Clips as a task trains on them."""
     if i2v:
-        return painter.clips(labels, spread=1.0, jitter=JITTER)
+        return painter.clips(labels, spread=1.0, loose=True)
     return painter.clips(labels, spread=T2V_SPREAD)
 
 

@@ -26,17 +26,21 @@ from shared_offload.synth.sizes import Task
 from tools.train_demo import dit, export, models, text, vae
 from tools.train_demo.clips import DIRECTIONS, PAIRS, SHAPES, Labels, Painter
 from tools.train_demo.scores import picture, score
-from tools.train_demo.training import History, Plan
+from tools.train_demo.training import History, Plan, Run
+from tools.train_demo.unpack import unpack
 
-PARTS = ("vae", "t2v", "i2v")
-SHARES = {"vae": 0.5, "t2v": 0.25, "i2v": 0.25}
+PARTS = ("vae", "decoder", "t2v", "i2v")
+"""The decoder alone can be trained on: latents stay as they are, so DiTs stay right."""
+USUAL = ("vae", "t2v", "i2v")
+SHARES = {"vae": 0.5, "decoder": 0.25, "t2v": 0.25, "i2v": 0.25}
 """Of the minutes, among the parts that are trained."""
 PLANS: Mapping[str, dict[str, float]] = {
     "vae": {"peak_lr": 2e-3, "warmup": 200, "weight_decay": 1e-4},
+    "decoder": {"peak_lr": 5e-4, "warmup": 50, "weight_decay": 1e-4},
     "t2v": {"peak_lr": 1e-3, "warmup": 300, "weight_decay": 0.01},
     "i2v": {"peak_lr": 1e-3, "warmup": 300, "weight_decay": 0.01},
 }
-QUICK_STEPS = {"vae": 3, "t2v": 3, "i2v": 3}
+QUICK_STEPS = dict.fromkeys(PARTS, 3)
 DONE = ".pt"
 SNAPSHOT = ".snapshot.pt"
 REPORT = "TRAINING.json"
@@ -84,11 +88,15 @@ class Studio:
 
     def run(self) -> None:
         """Train, write, and say what was done."""
+        if self.args.unpack:
+            for part, state in unpack(self.args.out, self.args.out / REPORT).items():
+                self.save(part, state, DONE)
         asked = [part for part in PARTS if part in self.args.parts]
         total = sum(SHARES[part] for part in asked)
         steps = dict(QUICK_STEPS if self.args.quick else {}) | self.args.steps
         trainers: dict[str, Callable[[Plan], dict[str, Any]]] = {
             "vae": self.train_vae,
+            "decoder": self.train_decoder,
             "t2v": lambda plan: self.train_dit("t2v", plan),
             "i2v": lambda plan: self.train_dit("i2v", plan),
         }
@@ -103,6 +111,8 @@ class Studio:
             state["report"]["made_with"] = self.made_with()
             self.save(part, state, DONE)
             (self.work / f"{part}{SNAPSHOT}").unlink(missing_ok=True)
+            if part == "vae":  # what was trained on from the one before is of no use
+                (self.work / f"decoder{DONE}").unlink(missing_ok=True)
             _say(part, state["report"])
         self.write()
 
@@ -112,17 +122,32 @@ class Studio:
         model = models.make_vae(self.sizes).to(self.device)
         if self.args.resume:
             model.load_state_dict(self.load_snapshot("vae")["vae"])
-        history = vae.train_vae(
-            model,
-            self.painter,
-            plan,
-            batch=amounts.vae_batch,
-            snapshot=lambda: self.save("vae", {"vae": model.state_dict()}, SNAPSHOT),
+        history = vae.train_vae(model, self.painter, plan, self.vae_run("vae", model))
+        vae.fold(model, self.painter, batches=amounts.folded_batches, batch=amounts.folded)
+        return self.finished_vae(model, history, plan)
+
+    def train_decoder(self, plan: Plan) -> dict[str, Any]:
+        """Train the decoder of a finished VAE on."""
+        model = self.load_vae().train().requires_grad_(True)
+        if self.args.resume:
+            model.load_state_dict(self.load_snapshot("decoder")["vae"])
+        history = vae.train_decoder(model, self.painter, plan, self.vae_run("decoder", model))
+        return self.finished_vae(model, history, plan)
+
+    def vae_run(self, part: str, model: vae.Vae) -> Run:
+        """How a VAE's training goes."""
+        batch = self.args.batch or self.amounts.vae_batch
+        return Run(
+            batch,
+            time.monotonic(),
+            lambda: self.save(part, {"vae": model.state_dict()}, SNAPSHOT),
         )
-        batch = amounts.folded
-        vae.fold(model, self.painter, batches=amounts.folded_batches, batch=batch)
-        report = _history(history, plan, amounts.vae_batch, models.parameters(model))
-        report |= vae.quality(model, self.painter, batch=batch)
+
+    def finished_vae(self, model: vae.Vae, history: History, plan: Plan) -> dict[str, Any]:
+        """What a VAE's training leaves."""
+        batch = self.args.batch or self.amounts.vae_batch
+        report = _history(history, plan, batch, models.parameters(model))
+        report |= vae.quality(model, self.painter, batch=self.amounts.folded)
         return {"vae": model.state_dict(), "report": report}
 
     def train_dit(self, task: Task, plan: Plan) -> dict[str, Any]:
@@ -137,7 +162,7 @@ class Studio:
         data = dit.make_data(autoencoder, self.painter, self.encoded(), seconds=seconds, i2v=i2v)
         clips = len(data.latents)
         print(f"{task}: {clips} clips in {time.monotonic() - started:.0f} s", flush=True)
-        run = dit.Run(
+        run = Run(
             amounts.dit_batch, started, lambda: self.save(task, states(made, i2v=i2v), SNAPSHOT)
         )
         history = dit.train_dit(made, data, self.table, plan, run)
@@ -178,9 +203,10 @@ class Studio:
         return made
 
     def load_vae(self) -> vae.Vae:
-        """The trained VAE."""
+        """The trained VAE, with the decoder that was trained on where there is one."""
         model = models.make_vae(self.sizes).to(self.device)
-        model.load_state_dict(self.load("vae")["vae"])
+        decoder = self.work / f"decoder{DONE}"
+        model.load_state_dict(self.load("decoder" if decoder.is_file() else "vae")["vae"])
         return model.eval().requires_grad_(False)
 
     def load(self, part: str) -> dict[str, Any]:
@@ -192,12 +218,13 @@ class Studio:
         return found
 
     def load_snapshot(self, part: str) -> dict[str, Any]:
-        """What a part that was not finished had come to."""
-        path = self.work / f"{part}{SNAPSHOT}"
-        if not path.is_file():
-            raise SystemExit(f"{path} is missing: there is nothing to resume")
-        found: dict[str, Any] = torch.load(path, map_location=self.device)
-        return found
+        """What a part that was not finished had come to, or one that was."""
+        paths = [self.work / f"{part}{suffix}" for suffix in (SNAPSHOT, DONE)]
+        for path in paths:
+            if path.is_file():
+                found: dict[str, Any] = torch.load(path, map_location=self.device)
+                return found
+        raise SystemExit(f"{paths[0]} is missing: there is nothing to resume")
 
     def save(self, part: str, state: dict[str, Any], suffix: str) -> None:
         """Keep it in the work folder; whoever is killed leaves the one before."""
@@ -234,7 +261,8 @@ class Studio:
         dtype = torch.bfloat16 if fp8 else torch.float32
         export.write_t5(t5_shapes, state["t5"], folder, dtype)
         dtype = torch.float16 if fp8 else torch.float32
-        export.write_vae(models.vae_shapes(self.sizes), self.load("vae")["vae"], folder, dtype)
+        trained = self.load_vae().state_dict()
+        export.write_vae(models.vae_shapes(self.sizes), trained, folder, dtype)
         text.make_tokenizer(folder / TOKENIZER_FOLDER)
 
     def made_with(self) -> dict[str, str]:
@@ -286,13 +314,14 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--out", type=Path, required=True, help="for the folders t2v/ and i2v/ and the report")
     add("--work", type=Path, default=Path("build/train_demo"), help="keeps what parts leave")
     add("--minutes", type=float, default=16.0, help="training time of all parts asked for")
-    add("--parts", type=_parts, default=PARTS, help="some of vae,t2v,i2v")
+    add("--parts", type=_parts, default=USUAL, help=f"some of {','.join(PARTS)}")
     add("--steps", type=_steps, default={}, help="instead of minutes: vae=9000,t2v=12000,...")
     add("--clips", type=int, help="to train a DiT on; else as many as fit")
-    add("--batch", type=int, help=f"latents in a step of a DiT; default: {dit.BATCH}")
+    add("--batch", type=int, help=f"default: {vae.BATCH} clips for a VAE, {dit.BATCH} for a DiT")
     add("--seed", type=int, default=0)
     add("--device", choices=("cuda", "cpu"), default="cuda" if cuda else "cpu")
-    add("--resume", action="store_true", help="from snapshots of parts that did not finish")
+    add("--resume", action="store_true", help="go on from what parts had come to")
+    add("--unpack", action="store_true", help="start from what is in --out, not in --work")
     add("--no-compile", action="store_true", help="do not try torch.compile")
     add("--eager", action="store_true", help="no CUDA graphs: four times slower")
     add("--quick", action="store_true", help="tiny models, a few steps: tries the code")

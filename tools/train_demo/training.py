@@ -56,6 +56,17 @@ class Plan:
         return self.peak_lr * rise * fall + 1e-6
 
 
+@dataclass(frozen=True, slots=True)
+class Run:
+    """How a part's training goes, beside its plan."""
+
+    batch: int
+    started: float
+    """When its time began to run, of time.monotonic()."""
+    snapshot: Callable[[], None]
+    """Called about once a minute."""
+
+
 @dataclass(slots=True)
 class History:
     """What a run did, for the report."""
@@ -66,10 +77,10 @@ class History:
 
 
 def half(device: torch.device) -> contextlib.AbstractContextManager[None]:
-    """bf16 autocast on CUDA; a graph must not hold its cache of cast weights."""
-    if device.type != "cuda":
+    """bf16 autocast where the device computes in bf16; a graph must not hold its cast weights."""
+    if device.type == "cpu" and not torch.cpu.get_capabilities().get("avx512_bf16"):
         return contextlib.nullcontext()
-    return torch.autocast("cuda", torch.bfloat16, cache_enabled=False)
+    return torch.autocast(device.type, torch.bfloat16, cache_enabled=device.type == "cpu")
 
 
 class Trainer:

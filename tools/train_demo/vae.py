@@ -9,16 +9,16 @@ T latent frames, Y X latent height and width, F frames, H W pixels.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from shared_offload.pipeline.conditioning import LATENT_CHANNELS
-from tools.train_demo.clips import JITTER, Painter
-from tools.train_demo.training import History, Plan, Trainer, fastest, train
+from tools.train_demo.clips import Painter
+from tools.train_demo.training import History, Plan, Run, Trainer, fastest, train
 from tools.train_demo.whole_clip import WholeClip, lay_out
 
 BATCH = 16
@@ -32,16 +32,45 @@ CONTRAST = 6.0  # how much more a pixel counts that differs from the clip's mean
 Vae = Any  # diffusers has no types
 
 
-def train_vae(
-    vae: Vae, painter: Painter, plan: Plan, *, batch: int, snapshot: Callable[[], None]
-) -> History:
+def train_vae(vae: Vae, painter: Painter, plan: Plan, run: Run) -> History:
     """Train on clips at their full length: trained on 9 frames, it fails from the tenth on."""
 
+    def latents(model: WholeClip, clips: Tensor) -> tuple[Tensor, Tensor]:
+        mode = model.encode(clips)
+        return mode, mode + NOISE * torch.randn_like(mode)
+
+    return _train("vae", vae, list(vae.parameters()), latents, painter, plan, run)
+
+
+def train_decoder(vae: Vae, painter: Painter, plan: Plan, run: Run) -> History:
+    """Train the decoder of a folded VAE alone, so that latents stay what they are."""
+    deviation = vae.quant_conv.bias[LATENT_CHANNELS:].detach().div(2).exp().view(1, -1, 1, 1, 1)
+
+    def latents(model: WholeClip, clips: Tensor) -> tuple[Tensor, Tensor]:
+        with torch.no_grad():
+            mode = model.encode(clips)
+        return mode, mode + deviation * torch.randn_like(mode)
+
+    trained = [*vae.post_quant_conv.parameters(), *vae.decoder.parameters()]
+    return _train("decoder", vae, trained, latents, painter, plan, run)
+
+
+def _train(
+    name: str,
+    vae: Vae,
+    parameters: list[Parameter],
+    make_latents: Callable[[WholeClip, Tensor], tuple[Tensor, Tensor]],
+    painter: Painter,
+    plan: Plan,
+    run: Run,
+) -> History:
+    """`make_latents`: of clips, as they are and with the noise that the decoder sees."""
+
     def loss(model: WholeClip) -> Tensor:
-        clips = painter.clips(painter.labels(batch), spread=1.0, jitter=JITTER)
+        clips = painter.clips(painter.labels(run.batch), spread=1.0, loose=True)
         clips[::STILL, :, 1:].zero_()
-        latents = model.encode(clips)
-        decoded = model.decode(latents + NOISE * torch.randn_like(latents))
+        latents, noisy = make_latents(model, clips)
+        decoded = model.decode(noisy)
         middle = clips.mean((2, 3, 4), keepdim=True)
         weight = 1 + CONTRAST * (clips - middle).abs().mean(1, keepdim=True).clamp(max=1)
         error = (decoded.float() - clips).abs()
@@ -52,19 +81,18 @@ def train_vae(
         def trainer() -> Trainer:
             lay_out(vae, memory_format)
             model = WholeClip(vae, compiled=compiled)
-            return Trainer(lambda: loss(model), list(vae.parameters()), plan)
+            return Trainer(lambda: loss(model), parameters, plan)
 
         return trainer
 
-    started = time.monotonic()
     forms = {
-        "contiguous": form(torch.contiguous_format, compiled=False),
         "channels last": form(torch.channels_last_3d, compiled=False),
+        "contiguous": form(torch.contiguous_format, compiled=False),
     }
     if plan.compiled:
         forms["channels last, compiled"] = form(torch.channels_last_3d, compiled=True)
-    trainer = fastest("vae", forms, tried=plan.tries_forms(vae.device))
-    history = train("vae", trainer, plan, started, snapshot=snapshot)
+    trainer = fastest(name, forms, tried=plan.tries_forms(vae.device))
+    history = train(name, trainer, plan, run.started, snapshot=run.snapshot)
     lay_out(vae, torch.contiguous_format)
     vae.eval().requires_grad_(False)
     return history
@@ -113,7 +141,7 @@ def constants(vae: Vae) -> tuple[Tensor, Tensor]:
 @torch.no_grad()
 def quality(vae: Vae, painter: Painter, *, batch: int) -> dict[str, object]:
     """PSNR of decoded clips over all frames and in the worst frame, and statistics of latents."""
-    clips = painter.clips(painter.labels(batch), spread=1.0, jitter=JITTER)
+    clips = painter.clips(painter.labels(batch), spread=1.0, loose=True)
     latents = encode(vae, clips)
     error = ((decode(vae, latents) - clips) / 2).square().mean((0, 1, 3, 4))
     return {
@@ -125,7 +153,7 @@ def quality(vae: Vae, painter: Painter, *, batch: int) -> dict[str, object]:
 
 
 def _mode(vae: Vae, painter: Painter, batch: int) -> Tensor:
-    clips = painter.clips(painter.labels(batch), spread=1.0, jitter=JITTER)
+    clips = painter.clips(painter.labels(batch), spread=1.0, loose=True)
     return WholeClip(vae).encode(clips)
 
 
