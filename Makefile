@@ -13,18 +13,21 @@ setup:  ## make .venv with everything installed
 demo: setup  ## a video from text and one from a picture (CPU is enough)
 	@tools/demo.sh
 
-# Tests that time processes against each other, or count what is left on the host: one at a time.
-ALONE := multirank numa ranks server bench/test_register.py memory/test_kills.py \
+# Tests that start many processes and count what is left on the host. Two at a time where each
+# worker may have an IPC namespace of its own (tests/conftest.py), else one after the other.
+APART := multirank numa ranks server bench/test_register.py memory/test_kills.py \
 	memory/test_sharing.py pipeline/test_failures.py pipeline/test_lazy_load.py \
 	pipeline/test_release.py pipeline/test_weight_server.py test_infer.py
+TWO := -n 2 --dist loadfile
+IF_APART := $(shell unshare --ipc true 2>/dev/null && echo "$(TWO) --no-loadscope-reorder")
 # Not in `make quick` either.
 LONG := demo matrix tools bench/test_end_to_end.py pipeline/test_ready_configs.py streaming/test_disk.py
-TOGETHER := -n 2 --dist loadfile $(addprefix --ignore=tests/,$(ALONE))
+TOGETHER := $(TWO) $(addprefix --ignore=tests/,$(APART))
 
 test: setup check  ## all tests (15 minutes on 2 cores)
 	@tools/system_packages.sh
 	$(PY) -m pytest $(TOGETHER)
-	$(PY) -m pytest $(addprefix tests/,$(ALONE))
+	$(PY) -m pytest $(IF_APART) $(addprefix tests/,$(APART))
 
 quick: setup  ## a first answer within a minute
 	$(PY) -m pytest -q -m "not slow and not numa_vm" -x $(TOGETHER) \

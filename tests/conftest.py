@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import time
@@ -17,6 +18,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import psutil
 import pytest
 import torch
+
+NEW_IPC_NAMESPACE = 0x08000000
 
 # A shell that starts this in the background may have SIGINT ignored, which children would inherit;
 # tests that interrupt programs need what a person at a terminal has.
@@ -72,6 +75,10 @@ def pytest_configure(config: pytest.Config) -> None:
     """GPUs are seen by tests that are asked for by a GPU marker; all others run on the CPU."""
     if "gpu" not in config.getoption("markexpr"):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        ctypes.CDLL(None).unshare(
+            NEW_IPC_NAMESPACE
+        )  # SysV segments of the other workers' are theirs
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -7,6 +7,7 @@ and transformers' modules, against whole pipelines on the files.
 from __future__ import annotations
 
 import json
+import shutil
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -234,6 +235,22 @@ def test_a_killed_part_goes_on_from_its_snapshot(
     found = studio.load("vae")["vae"]
     assert all(torch.equal(tensor, kept[name]) for name, tensor in found.items())
     assert found.keys() == kept.keys() and not (tmp_path / "vae.snapshot.pt").exists()
+
+
+def test_what_is_unpacked_is_written_as_it_was(trained: Trained, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    shutil.copytree(trained.out, out, symlinks=True)
+    flags = ["--quick", "--device", "cpu", "--work", str(tmp_path / "work"), "--out", str(out)]
+    Studio(parse([*flags, "--unpack", "--resume", "--parts", "i2v", "--steps", "i2v=0"])).run()
+    files = [path for path in trained.out.rglob("*") if path.is_file() and path.name != REPORT]
+    assert len(files) > 20
+    for path in files:
+        assert (out / path.relative_to(trained.out)).read_bytes() == path.read_bytes(), path
+    before, after = (json.loads((f / REPORT).read_text())["parts"] for f in (trained.out, out))
+    assert after["i2v"]["steps"] == 0 and after["i2v"]["before"] == before["i2v"]
+    assert {part: after[part] for part in ("vae", "t2v")} == {
+        part: before[part] for part in ("vae", "t2v")
+    }
 
 
 def test_the_folders_are_wans(trained: Trained) -> None:

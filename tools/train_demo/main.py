@@ -29,14 +29,11 @@ from tools.train_demo.scores import picture, score
 from tools.train_demo.training import History, Plan, Run
 from tools.train_demo.unpack import unpack
 
-PARTS = ("vae", "decoder", "t2v", "i2v")
-"""The decoder alone can be trained on: latents stay as they are, so DiTs stay right."""
-USUAL = ("vae", "t2v", "i2v")
-SHARES = {"vae": 0.5, "decoder": 0.25, "t2v": 0.25, "i2v": 0.25}
+PARTS = ("vae", "t2v", "i2v")
+SHARES = {"vae": 0.5, "t2v": 0.25, "i2v": 0.25}
 """Of the minutes, among the parts that are trained."""
 PLANS: Mapping[str, dict[str, float]] = {
     "vae": {"peak_lr": 2e-3, "warmup": 200, "weight_decay": 1e-4},
-    "decoder": {"peak_lr": 5e-4, "warmup": 50, "weight_decay": 1e-4},
     "t2v": {"peak_lr": 1e-3, "warmup": 300, "weight_decay": 0.01},
     "i2v": {"peak_lr": 1e-3, "warmup": 300, "weight_decay": 0.01},
 }
@@ -96,7 +93,6 @@ class Studio:
         steps = dict(QUICK_STEPS if self.args.quick else {}) | self.args.steps
         trainers: dict[str, Callable[[Plan], dict[str, Any]]] = {
             "vae": self.train_vae,
-            "decoder": self.train_decoder,
             "t2v": lambda plan: self.train_dit("t2v", plan),
             "i2v": lambda plan: self.train_dit("i2v", plan),
         }
@@ -109,10 +105,10 @@ class Studio:
             state = trainers[part](plan)
             state["report"]["seconds_with_data_and_scores"] = round(time.monotonic() - begun, 1)
             state["report"]["made_with"] = self.made_with()
+            if self.args.resume:
+                state["report"]["before"] = self.load_snapshot(part).get("report", "a snapshot")
             self.save(part, state, DONE)
             (self.work / f"{part}{SNAPSHOT}").unlink(missing_ok=True)
-            if part == "vae":  # what was trained on from the one before is of no use
-                (self.work / f"decoder{DONE}").unlink(missing_ok=True)
             _say(part, state["report"])
         self.write()
 
@@ -122,32 +118,16 @@ class Studio:
         model = models.make_vae(self.sizes).to(self.device)
         if self.args.resume:
             model.load_state_dict(self.load_snapshot("vae")["vae"])
-        history = vae.train_vae(model, self.painter, plan, self.vae_run("vae", model))
-        vae.fold(model, self.painter, batches=amounts.folded_batches, batch=amounts.folded)
-        return self.finished_vae(model, history, plan)
-
-    def train_decoder(self, plan: Plan) -> dict[str, Any]:
-        """Train the decoder of a finished VAE on."""
-        model = self.load_vae().train().requires_grad_(True)
-        if self.args.resume:
-            model.load_state_dict(self.load_snapshot("decoder")["vae"])
-        history = vae.train_decoder(model, self.painter, plan, self.vae_run("decoder", model))
-        return self.finished_vae(model, history, plan)
-
-    def vae_run(self, part: str, model: vae.Vae) -> Run:
-        """How a VAE's training goes."""
-        batch = self.args.batch or self.amounts.vae_batch
-        return Run(
-            batch,
+        run = Run(
+            amounts.vae_batch,
             time.monotonic(),
-            lambda: self.save(part, {"vae": model.state_dict()}, SNAPSHOT),
+            lambda: self.save("vae", {"vae": model.state_dict()}, SNAPSHOT),
         )
-
-    def finished_vae(self, model: vae.Vae, history: History, plan: Plan) -> dict[str, Any]:
-        """What a VAE's training leaves."""
-        batch = self.args.batch or self.amounts.vae_batch
-        report = _history(history, plan, batch, models.parameters(model))
-        report |= vae.quality(model, self.painter, batch=self.amounts.folded)
+        history = vae.train_vae(model, self.painter, plan, run)
+        batch = amounts.folded
+        vae.fold(model, self.painter, batches=amounts.folded_batches, batch=batch)
+        report = _history(history, plan, amounts.vae_batch, models.parameters(model))
+        report |= vae.quality(model, self.painter, batch=batch)
         return {"vae": model.state_dict(), "report": report}
 
     def train_dit(self, task: Task, plan: Plan) -> dict[str, Any]:
@@ -203,10 +183,9 @@ class Studio:
         return made
 
     def load_vae(self) -> vae.Vae:
-        """The trained VAE, with the decoder that was trained on where there is one."""
+        """The trained VAE."""
         model = models.make_vae(self.sizes).to(self.device)
-        decoder = self.work / f"decoder{DONE}"
-        model.load_state_dict(self.load("decoder" if decoder.is_file() else "vae")["vae"])
+        model.load_state_dict(self.load("vae")["vae"])
         return model.eval().requires_grad_(False)
 
     def load(self, part: str) -> dict[str, Any]:
@@ -241,6 +220,7 @@ class Studio:
             if {"vae", "t2v", task} <= set(there):
                 self.write_task(task, out / task, fp8=True)
         out.mkdir(parents=True, exist_ok=True)
+        torch.manual_seed(self.args.seed)
         labels = _labels(self.device)
         Image.fromarray(picture(self.painter, labels)[0].numpy()).save(out / PICTURE)
         report = self.report(there)
@@ -261,8 +241,7 @@ class Studio:
         dtype = torch.bfloat16 if fp8 else torch.float32
         export.write_t5(t5_shapes, state["t5"], folder, dtype)
         dtype = torch.float16 if fp8 else torch.float32
-        trained = self.load_vae().state_dict()
-        export.write_vae(models.vae_shapes(self.sizes), trained, folder, dtype)
+        export.write_vae(models.vae_shapes(self.sizes), self.load("vae")["vae"], folder, dtype)
         text.make_tokenizer(folder / TOKENIZER_FOLDER)
 
     def made_with(self) -> dict[str, str]:
@@ -314,10 +293,10 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--out", type=Path, required=True, help="for the folders t2v/ and i2v/ and the report")
     add("--work", type=Path, default=Path("build/train_demo"), help="keeps what parts leave")
     add("--minutes", type=float, default=16.0, help="training time of all parts asked for")
-    add("--parts", type=_parts, default=USUAL, help=f"some of {','.join(PARTS)}")
+    add("--parts", type=_parts, default=PARTS, help="some of vae,t2v,i2v")
     add("--steps", type=_steps, default={}, help="instead of minutes: vae=9000,t2v=12000,...")
     add("--clips", type=int, help="to train a DiT on; else as many as fit")
-    add("--batch", type=int, help=f"default: {vae.BATCH} clips for a VAE, {dit.BATCH} for a DiT")
+    add("--batch", type=int, help=f"latents in a step of a DiT; default: {dit.BATCH}")
     add("--seed", type=int, default=0)
     add("--device", choices=("cuda", "cpu"), default="cuda" if cuda else "cpu")
     add("--resume", action="store_true", help="go on from what parts had come to")

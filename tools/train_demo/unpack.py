@@ -31,7 +31,7 @@ def unpack(folder: Path, reports: Path) -> dict[str, dict[str, Any]]:
     known: dict[str, Any] = json.loads(reports.read_text(encoding="utf-8"))["parts"]
     made = {part: {"report": report} for part, report in known.items()}
     for part, state in made.items():
-        if part in ("vae", "decoder"):
+        if part == "vae":
             raw = load_pth(folder / "t2v" / VAE_FILE)
             state["vae"] = _float(convert_wan_vae_to_diffusers(raw))
             continue

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
 from shared_offload.pipeline.conditioning import LATENT_CHANNELS
 from tools.train_demo.clips import Painter
@@ -35,42 +34,11 @@ Vae = Any  # diffusers has no types
 def train_vae(vae: Vae, painter: Painter, plan: Plan, run: Run) -> History:
     """Train on clips at their full length: trained on 9 frames, it fails from the tenth on."""
 
-    def latents(model: WholeClip, clips: Tensor) -> tuple[Tensor, Tensor]:
-        mode = model.encode(clips)
-        return mode, mode + NOISE * torch.randn_like(mode)
-
-    return _train("vae", vae, list(vae.parameters()), latents, painter, plan, run)
-
-
-def train_decoder(vae: Vae, painter: Painter, plan: Plan, run: Run) -> History:
-    """Train the decoder of a folded VAE alone, so that latents stay what they are."""
-    deviation = vae.quant_conv.bias[LATENT_CHANNELS:].detach().div(2).exp().view(1, -1, 1, 1, 1)
-
-    def latents(model: WholeClip, clips: Tensor) -> tuple[Tensor, Tensor]:
-        with torch.no_grad():
-            mode = model.encode(clips)
-        return mode, mode + deviation * torch.randn_like(mode)
-
-    trained = [*vae.post_quant_conv.parameters(), *vae.decoder.parameters()]
-    return _train("decoder", vae, trained, latents, painter, plan, run)
-
-
-def _train(
-    name: str,
-    vae: Vae,
-    parameters: list[Parameter],
-    make_latents: Callable[[WholeClip, Tensor], tuple[Tensor, Tensor]],
-    painter: Painter,
-    plan: Plan,
-    run: Run,
-) -> History:
-    """`make_latents`: of clips, as they are and with the noise that the decoder sees."""
-
     def loss(model: WholeClip) -> Tensor:
         clips = painter.clips(painter.labels(run.batch), spread=1.0, loose=True)
         clips[::STILL, :, 1:].zero_()
-        latents, noisy = make_latents(model, clips)
-        decoded = model.decode(noisy)
+        latents = model.encode(clips)
+        decoded = model.decode(latents + NOISE * torch.randn_like(latents))
         middle = clips.mean((2, 3, 4), keepdim=True)
         weight = 1 + CONTRAST * (clips - middle).abs().mean(1, keepdim=True).clamp(max=1)
         error = (decoded.float() - clips).abs()
@@ -81,7 +49,7 @@ def _train(
         def trainer() -> Trainer:
             lay_out(vae, memory_format)
             model = WholeClip(vae, compiled=compiled)
-            return Trainer(lambda: loss(model), parameters, plan)
+            return Trainer(lambda: loss(model), list(vae.parameters()), plan)
 
         return trainer
 
@@ -91,8 +59,8 @@ def _train(
     }
     if plan.compiled:
         forms["channels last, compiled"] = form(torch.channels_last_3d, compiled=True)
-    trainer = fastest(name, forms, tried=plan.tries_forms(vae.device))
-    history = train(name, trainer, plan, run.started, snapshot=run.snapshot)
+    trainer = fastest("vae", forms, tried=plan.tries_forms(vae.device))
+    history = train("vae", trainer, plan, run.started, snapshot=run.snapshot)
     lay_out(vae, torch.contiguous_format)
     vae.eval().requires_grad_(False)
     return history
