@@ -6,7 +6,7 @@
 # MODEL: the folder of a 14B i2v checkpoint with FP8 block files; the part `checkpoint` makes one of
 # random weights. OUT: the folder for a log and a JSON of each part. A part that fails is told at
 # the end, and the parts after it run all the same. Parts:
-#   host checkpoint tests step share step-720p modes modes-two kill server end-to-end
+#   host imports checkpoint tests step share step-720p modes modes-two kill server end-to-end
 #   vae encoders load register stream diffusers
 set -euo pipefail
 (($# > 2)) || { sed -n '2,/^set/{/^set/!p}' "$0" | cut -c 3- >&2; exit 2; }
@@ -42,7 +42,19 @@ host() {
   cat /sys/kernel/mm/transparent_hugepage/shmem_enabled
   cli doctor || true
 }
-checkpoint() { cli synth --size 14b --task i2v --out "${model}" --only dit-fp8,t5,clip,vae,tokenizer; }
+imports() { # twice: the first finds files on the disk, perhaps
+  local code='import sys, time; begun = time.time(); import WHAT
+print("WHAT", round(time.time() - begun, 2), "s,", len(sys.modules), "modules")'
+  for _ in 1 2; do
+    "${python}" -c "${code//WHAT/torch}"
+    "${python}" -c "${code//WHAT/shared_offload.infer}"
+    "${python}" -c "${code//WHAT/transformers.models.umt5.modeling_umt5}"
+    "${python}" -c "${code//WHAT/diffusers.models.autoencoders.autoencoder_kl_wan}"
+  done
+}
+checkpoint() {
+  cli synth --size 14b --task i2v --out "${model}" --only dit-fp8,t5,clip,vae,tokenizer
+}
 tests() { "${python}" -m pytest -q -p no:cacheprovider -m "gpu or multigpu" --durations=15; }
 step() { bench step step --weights both; }
 share() { bench share step --weights both --share 1/8 --steps 6; }
@@ -65,16 +77,19 @@ diffusers() {
 
 # A warm server against a cold start: the sum of stages up to the first step.
 server() {
-  local warm cold
-  warm="$(config warm '"weight_server": "require"')" cold="$(config cold '"weight_server": "off"')"
-  "${python}" -m shared_offload.cli serve-weights --task i2v --config_json "${warm}" --model_path "${model}" &
-  local pid=$!
+  local pid warm
+  config cold '"weight_server": "off"'
+  warm="$(config warm '"weight_server": "require"')"
+  "${python}" -m shared_offload.cli serve-weights --task i2v --config_json "${warm}" \
+    --model_path "${model}" &
+  pid=$!
   until cli status | grep -q sealed; do
     kill -0 "${pid}" || return 1
     sleep 1
   done
   for name in warm cold warm cold; do # the first of each finds its libraries on the disk, perhaps
-    bench "server-${name}" end-to-end --model_path "${model}" --config_json "${!name}" --steps 3
+    bench "server-${name}" end-to-end --model_path "${model}" \
+      --config_json "${out}/${name}.config.json" --steps 3
   done
   kill "${pid}"
   wait "${pid}"
@@ -97,9 +112,9 @@ kill_one() {
   begun="${EPOCHREALTIME}"
   kill -KILL "$(pgrep -P "${launcher}" | tail -1)"
   wait "${launcher}" || echo "torchrun ended with $?"
-  echo "gone after $(echo "${EPOCHREALTIME} - ${begun}" | bc) s"
+  echo "gone after $(((${EPOCHREALTIME/./} - ${begun/./}) / 1000)) ms"
   tail -30 "${out}/killed.log"
-  diff <(echo "${before}") <(ipcs -m) && echo "ipcs -m is as before"
+  [[ "$(ipcs -m)" == "${before}" ]]
   pgrep -f shared_offload.infer && return 1
   nvidia-smi --query-gpu=memory.used --format=csv || true
 }
