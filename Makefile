@@ -18,8 +18,8 @@ demo: setup  ## a video from text and one from a picture (CPU is enough)
 APART := multirank numa ranks server bench/test_register.py memory/test_kills.py \
 	memory/test_sharing.py pipeline/test_failures.py pipeline/test_lazy_load.py \
 	pipeline/test_release.py pipeline/test_weight_server.py test_infer.py
-TWO := -n 2 --dist loadfile
-IF_APART := $(shell unshare --ipc true 2>/dev/null && echo "$(TWO) --no-loadscope-reorder")
+TWO := -n 2 --dist loadfile --no-loadscope-reorder
+IF_APART := $(shell unshare --ipc true 2>/dev/null && echo "$(TWO)")
 # Not in `make quick` either.
 LONG := demo matrix tools bench/test_end_to_end.py pipeline/test_ready_configs.py streaming/test_disk.py
 TOGETHER := $(TWO) $(addprefix --ignore=tests/,$(APART))

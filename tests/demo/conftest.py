@@ -15,6 +15,7 @@ from torch import Tensor
 from shared_offload.config import Settings
 from shared_offload.pipeline.generate import Pipeline
 from tests.reference.demo import CASES, KINDS, draw_pictures, options
+from tests.reference.garbage import freeze_imports
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -22,6 +23,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if here in item.path.parents:
             item.add_marker(pytest.mark.timeout(1200))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def imports_are_no_garbage() -> None:
+    freeze_imports()
 
 
 @pytest.fixture(scope="session")

@@ -19,25 +19,19 @@ DRIVER = Path(__file__).parents[1] / "multirank" / "driver.py"
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("task", ["t2v", "i2v"])
 def test_ranks_that_share_an_arena(pictures, tmp_path, task: str, world: int) -> None:
-    jobs = {
-        str(number): options(
-            task,
-            **FEW,
-            **SHARED,
-            prompt=case.prompt,
-            seed=number,
-            image_path=str(pictures[number]) if task == "i2v" else None,
-        )
+    images = [str(path) if task == "i2v" else None for path in pictures]
+    requests = [
+        {"prompt": case.prompt, "seed": number, "image_path": images[number]}
         for number, case in enumerate(CASES)
-    }
+    ]
+    settings = options(task, **FEW, **SHARED, image_path=images[0])
     job = tmp_path / "job.json"
-    job.write_text(json.dumps({"kind": "videos", "settings": jobs, "folder": str(tmp_path)}))
+    given = {"kind": "requests", "settings": settings, "requests": requests}
+    job.write_text(json.dumps({**given, "folder": str(tmp_path)}))
     run = Run(DRIVER, [str(job)], tmp_path, world, torchrun=False)
     try:
         assert set(run.end(900)) == {0}, run.stderr()
     finally:
         run.stop()
-    made = torch.load(tmp_path / "made0.pt")
-    frames = [made[str(number)][1] for number in range(len(CASES))]
-    found = counts(frames)
+    found = counts(torch.load(tmp_path / "frames0.pt"))
     assert min(found.values()) >= LEAST[task], found

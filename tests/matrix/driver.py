@@ -6,7 +6,6 @@ the arena's bytes as this rank sees them, and this rank's share of the shared pa
 
 from __future__ import annotations
 
-import gc
 import hashlib
 import json
 import os
@@ -21,6 +20,7 @@ from shared_offload.pipeline.generate import Pipeline
 from shared_offload.ranks.group import Ranks
 from shared_offload.ranks.run import run_ranks
 from shared_offload.ranks.watch import Watch
+from tests.reference.garbage import freeze_imports
 from tests.reference.processes import become
 
 CPU = torch.device("cpu")
@@ -57,8 +57,7 @@ def program(watch: Watch) -> int:
     folder, rank = Path(job["folder"]), watch.facts.rank
     (folder / f"pid{rank}").write_text(str(os.getpid()))
     torch.set_num_threads(1)
-    gc.collect()
-    gc.freeze()  # every request ends with a collection, which looks at all that imports made
+    freeze_imports()
     made = {}
     seq = watch.facts.world_size
     with Ranks.start(watch.facts, CPU, seq_p_size=seq, timeout=120, watch=watch) as ranks:

@@ -4,7 +4,6 @@ A job names its `folder` and its `kind`, one of the functions below.
 """
 
 import ctypes
-import gc
 import json
 import os
 import signal
@@ -29,6 +28,7 @@ from shared_offload.ranks.group import Ranks
 from shared_offload.ranks.run import run_ranks
 from shared_offload.ranks.watch import Watch
 from shared_offload.report.progress import Progress
+from tests.reference.garbage import freeze_imports
 from tests.reference.processes import become
 
 torch.set_num_threads(1)
@@ -62,6 +62,18 @@ def videos(watch: Watch, job: Job) -> int:
             )
             ranks.barrier()
     torch.save(made, Path(job["folder"]) / f"made{watch.facts.rank}.pt")
+    return 0
+
+
+def requests(watch: Watch, job: Job) -> int:
+    """One pipeline that makes a video for each of the job's requests; frames go to a file."""
+    with start(watch, job) as ranks:
+        parallel = {"parallel": {"seq_p_size": ranks.seq_p_size}}
+        settings = Settings.from_json_and_flags({**job["settings"], **parallel}, {})
+        with Pipeline(settings, ranks=ranks) as pipeline:
+            frames = [pipeline.generate(**request).frames for request in job["requests"]]
+        ranks.barrier()
+    torch.save(frames, Path(job["folder"]) / f"frames{watch.facts.rank}.pt")
     return 0
 
 
@@ -212,8 +224,7 @@ def mount(source: str, target: str) -> None:
 def main(job: Job) -> int:
     folder, rank = Path(job["folder"]), read_facts().rank
     (folder / f"pid{rank}").write_text(str(os.getpid()))
-    gc.collect()
-    gc.freeze()  # every request ends with a collection, which looks at all that imports made
+    freeze_imports()
     os.environ.update(job.get("environment", {}))
     if "mount" in job and rank == 1:
         mount(*job["mount"])
@@ -221,7 +232,7 @@ def main(job: Job) -> int:
         if rank == job["who"]:
             misbehave(job)
         return infer.main(job["argv"])
-    kinds = {"videos": videos, "decodes": decodes, "memory": memory}
+    kinds = {"videos": videos, "requests": requests, "decodes": decodes, "memory": memory}
     return run_ranks(lambda watch: kinds[job["kind"]](watch, job))
 
 

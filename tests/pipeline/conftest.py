@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import gc
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ from shared_offload.config import Settings
 from shared_offload.pipeline.generate import Pipeline, Video
 from shared_offload.report.progress import Progress
 from shared_offload.synth.folder import make_checkpoint
+from tests.reference.garbage import freeze_imports
 from tests.reference.options import WEIGHTS
 
 TASKS = ("t2v", "i2v")
@@ -60,9 +60,7 @@ class Studio:
 
 @pytest.fixture(scope="session", autouse=True)
 def imports_are_no_garbage() -> None:
-    """Every request ends with a collection, which looks at all that torch's imports made: 0.3 s."""
-    gc.collect()
-    gc.freeze()
+    freeze_imports()
 
 
 @pytest.fixture(scope="session")

@@ -8,7 +8,6 @@ appears when the second step of a case begins.
 from __future__ import annotations
 
 import errno
-import gc
 import json
 import os
 import sys
@@ -28,6 +27,7 @@ from shared_offload.ranks.run import run_ranks
 from shared_offload.ranks.watch import Watch
 from shared_offload.streaming.disk import DiskReader
 from shared_offload.weights import files as files_module
+from tests.reference.garbage import freeze_imports
 from tests.reference.processes import become
 
 CPU = torch.device("cpu")
@@ -122,8 +122,7 @@ def program(watch: Watch) -> int:
     folder, rank = Path(job["folder"]), watch.facts.rank
     (folder / f"pid{rank}").write_text(str(os.getpid()))
     torch.set_num_threads(1)
-    gc.collect()
-    gc.freeze()  # every request ends with a collection, which looks at all that imports made
+    freeze_imports()
     if job.get("slow"):
         slow_down(job["slow"], folder, rank, job.get("fault", ""))
     made, cfg = {}, job.get("cfg", 1)
