@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-from statistics import median
 
 import pytest
 
@@ -56,9 +55,7 @@ def test_four_ranks_hold_the_blocks_once(monkeypatch, settings, ranks, tmp_path)
     assert sum(private["arena"]) == pytest.approx(RANKS * arena, rel=0.02)
     assert sum(shared["arena"]) == pytest.approx(arena, rel=0.02)
     saved = sum(map(sum, private.values())) - sum(map(sum, shared.values()))
-    assert saved == pytest.approx((RANKS - 1) * arena, rel=0.05)
+    assert saved == pytest.approx((RANKS - 1) * arena, rel=0.02)
     # All ranks hold the VAE and what is outside the blocks; the encoder is the first rank's alone.
-    # Half of it: what allocators keep differs between ranks by tens of megabytes.
-    first, *others = shared["rest"]
-    assert first - median(others) > 0.5 * encoder_nbytes
-    assert max(others) - min(others) < 0.5 * encoder_nbytes
+    for rest in (private["rest"], shared["rest"]):
+        assert rest[0] - max(rest[1:]) == pytest.approx(encoder_nbytes, rel=0.1)
