@@ -76,9 +76,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if "gpu" not in config.getoption("markexpr"):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     if "PYTEST_XDIST_WORKER" in os.environ:
-        ctypes.CDLL(None).unshare(
-            NEW_IPC_NAMESPACE
-        )  # SysV segments of the other workers' are theirs
+        ctypes.CDLL(None).unshare(NEW_IPC_NAMESPACE)  # each worker sees its own segments alone
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -32,7 +32,7 @@ FENCED: dict[str, tuple[str, ...]] = {
     "sysv_ipc": ("memory/arena.py",),
     "safetensors": ("weights/",),
     "pynvml": ("memory/numa.py", "ranks/", "preflight", "report/"),
-    "psutil": ("memory/numa.py", "ranks/", "preflight", "report/", "bench/modes.py"),
+    "psutil": ("memory/numa.py", "ranks/", "preflight", "report/"),
     "torch.distributed": (
         "ranks/",
         "model/ulysses.py",

@@ -19,10 +19,10 @@ python=python3
 [[ ! -x .venv/bin/python ]] || python=.venv/bin/python
 export PYTHONPATH="${root}${PYTHONPATH:+:${PYTHONPATH}}" PYTHONUNBUFFERED=1
 
-cli() { "${python}" -m shared_offload.cli "$@"; }
+cli=("${python}" -m shared_offload.cli)
+two=("${python}" -m torch.distributed.run --standalone --nproc_per_node=2)
 # bench NAME WHAT ...: a measurement whose figures go to NAME.json
-bench() { local name="$1"; shift; cli bench "$@" --json "${out}/${name}.json"; }
-two() { "${python}" -m torch.distributed.run --standalone --nproc_per_node=2 "$@"; }
+bench() { local name="$1"; shift; "${cli[@]}" bench "$@" --json "${out}/${name}.json"; }
 
 # config NAME KEY:VALUE...: a config for this checkpoint
 config() {
@@ -40,7 +40,7 @@ host() {
   lscpu
   free -g
   cat /sys/kernel/mm/transparent_hugepage/shmem_enabled
-  cli doctor || true
+  "${cli[@]}" doctor || true
 }
 imports() { # twice: the first finds files on the disk, perhaps
   local code='import sys, time; begun = time.time(); import WHAT
@@ -53,7 +53,7 @@ print("WHAT", round(time.time() - begun, 2), "s,", len(sys.modules), "modules")'
   done
 }
 checkpoint() {
-  cli synth --size 14b --task i2v --out "${model}" --only dit-fp8,t5,clip,vae,tokenizer
+  "${cli[@]}" synth --size 14b --task i2v --out "${model}" --only dit-fp8,t5,clip,vae,tokenizer
 }
 tests() { "${python}" -m pytest -q -p no:cacheprovider -m "gpu or multigpu" --durations=15; }
 step() { bench step step --weights both; }
@@ -62,14 +62,14 @@ step-720p() { bench step-720p step --weights both --height 720 --width 1280 --st
 stream() { bench stream stream --size 14b --task i2v; }
 modes() { bench modes modes resident host half phase model disk --model_path "${model}"; }
 modes-two() {
-  two -m shared_offload.cli bench modes resident host numa private one-decodes \
+  "${two[@]}" -m shared_offload.cli bench modes resident host numa private one-decodes \
     --model_path "${model}" --json "${out}/modes-two.json"
 }
 end-to-end() { bench end-to-end end-to-end --model_path "${model}"; }
 vae() { bench vae vae --video 480x832 --limit 4; }
 encoders() { bench encoders encoders --model_path "${model}"; }
 load() { bench load load --model_path "${model}/fp8" --threads 8 16; }
-register() { cli bench register --processes 8 --gib 16; }
+register() { "${cli[@]}" bench register --processes 8 --gib 16; }
 diffusers() {
   "${python}" tools/bench_diffusers.py --size 14b --task i2v --json "${out}/diffusers.json" \
     --budget-seconds 240
@@ -80,10 +80,9 @@ server() {
   local pid warm
   config cold '"weight_server": "off"'
   warm="$(config warm '"weight_server": "require"')"
-  "${python}" -m shared_offload.cli serve-weights --task i2v --config_json "${warm}" \
-    --model_path "${model}" &
+  "${cli[@]}" serve-weights --task i2v --config_json "${warm}" --model_path "${model}" &
   pid=$!
-  until cli status | grep -q sealed; do
+  until "${cli[@]}" status | grep -q sealed; do
     kill -0 "${pid}" || return 1
     sleep 1
   done
@@ -100,8 +99,7 @@ kill_one() {
   local json before begun
   json="$(config kill '"parallel": {"seq_p_size": 2}' '"infer_steps": 100')"
   before="$(ipcs -m)"
-  "${python}" -m torch.distributed.run --standalone --nproc_per_node=2 -m shared_offload.infer \
-    --task i2v --model_path "${model}" --config_json "${json}" \
+  "${two[@]}" -m shared_offload.infer --task i2v --model_path "${model}" --config_json "${json}" \
     --prompt "a boat on a lake" --image_path assets/first_frame.jpg \
     --save_result_path "${out}/killed.mp4" >"${out}/killed.log" 2>&1 &
   local launcher=$!

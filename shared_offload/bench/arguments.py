@@ -21,10 +21,15 @@ def add_video(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--frames", type=int, default=81, help="default: %(default)s")
 
 
-def add_dit(parser: argparse.ArgumentParser) -> None:
-    """Which DiT, and how it runs."""
+def add_model(parser: argparse.ArgumentParser) -> None:
+    """Which model."""
     parser.add_argument("--size", choices=tuple(SIZES), default="14b")
     parser.add_argument("--task", choices=tuple(IN_DIM), default="i2v")
+
+
+def add_dit(parser: argparse.ArgumentParser) -> None:
+    """Which DiT, and how it runs."""
+    add_model(parser)
     parser.add_argument("--granularity", choices=("block", "phase"), default="block")
     parser.add_argument("--dtype", choices=("fp8", "bf16"), default="fp8", help="of DiT weights")
     parser.add_argument("--attention", choices=ATTENTION_NAMES, default=AUTO)

@@ -77,6 +77,12 @@ def of_peak(work: Callable[[], object], device: torch.device) -> int | None:
     return torch.cuda.max_memory_allocated(device) - before
 
 
+def host_nbytes() -> int:
+    """Proportional set size of this process in bytes: shared pages count by their share."""
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("Pss:"))
+
+
 def copy_rate(device: torch.device, *, pinned: bool) -> float:
     """Bytes per second from host memory to the device, nothing else running; median of a few."""
     count = COPY_NBYTES[device.type] // 4

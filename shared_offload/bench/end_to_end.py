@@ -32,10 +32,9 @@ from shared_offload.bench.arguments import (
     video_size,
 )
 from shared_offload.bench.clock import publish
-from shared_offload.bench.folder import add_folder_flag, model_folder
+from shared_offload.bench.folder import add_folder_flag, model_folder, video_parts
 from shared_offload.errors import ConfigError, OffloadError
 from shared_offload.pipeline.video import metadata_path
-from shared_offload.synth.parts import PartName
 
 FULL_STEPS = 40
 SCHEME = "fp8-vllm"
@@ -125,9 +124,7 @@ def run(args: argparse.Namespace) -> int:
     at_least("--steps", args.steps)
     video_size(args.frames, args.height, args.width)
     config = _config(args)
-    parts: list[PartName] = ["dit-fp8" if args.dtype == "fp8" else "dit", "t5", "vae", "tokenizer"]
-    if args.task == "i2v":
-        parts.append("clip")
+    parts = video_parts(args.task, "dit-fp8" if args.dtype == "fp8" else "dit")
     with (
         model_folder(args.model_path, args.size, args.task, parts) as folder,
         tempfile.TemporaryDirectory(prefix="shared_offload-bench-") as place,

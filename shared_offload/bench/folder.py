@@ -25,6 +25,12 @@ def add_folder_flag(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def video_parts(task: Task, dit: PartName) -> list[PartName]:
+    """All that a video is made with."""
+    parts: list[PartName] = [dit, "t5", "vae", "tokenizer"]
+    return [*parts, "clip"] if task == "i2v" else parts
+
+
 @contextmanager
 def model_folder(
     given: Path | None, size: Size, task: Task, parts: Sequence[PartName]

@@ -19,15 +19,14 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import psutil
 import torch
 from rich.table import Table
 from torch import Tensor
 
-from shared_offload.bench.arguments import add_json, add_video, at_least, video_size
-from shared_offload.bench.clock import GB, device_name, publish
+from shared_offload.bench.arguments import add_json, add_model, add_video, at_least, video_size
+from shared_offload.bench.clock import GB, device_name, host_nbytes, publish
 from shared_offload.bench.end_to_end import NEGATIVE, PROMPT, SCHEME, draw_picture
-from shared_offload.bench.folder import add_folder_flag, model_folder
+from shared_offload.bench.folder import add_folder_flag, model_folder, video_parts
 from shared_offload.config import Settings
 from shared_offload.errors import ConfigError, OffloadError
 from shared_offload.pipeline.generate import Pipeline, Video
@@ -37,11 +36,11 @@ from shared_offload.ranks.group import Ranks
 from shared_offload.ranks.run import run_ranks
 from shared_offload.ranks.watch import Watch
 from shared_offload.report.progress import Progress, Task, WorkUnit
-from shared_offload.synth.parts import PartName
-from shared_offload.synth.sizes import IN_DIM, SIZES
+from shared_offload.synth.sizes import SIZES
 
 PRIVATE = {"cpu_offload": True}
-HOST = {**PRIVATE, "shared_cpu_weights": True, "shared_cpu_weight_scope": "host"}
+OWN = {"shared_cpu_weights": True, "weight_server": "off"}
+HOST = {**PRIVATE, **OWN, "shared_cpu_weight_scope": "host"}
 DISK = {**PRIVATE, "lazy_load": True}
 PHASE = {"offload_granularity": "phase"}
 MODES: Mapping[str, Mapping[str, Any]] = {
@@ -114,8 +113,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument(
         "modes", nargs="*", metavar="MODE", help=f"some of: {' '.join(MODES)} (default: all)"
     )
-    parser.add_argument("--size", choices=tuple(SIZES), default="14b")
-    parser.add_argument("--task", choices=tuple(IN_DIM), default="i2v")
+    add_model(parser)
     add_video(parser)
     parser.add_argument("--steps", type=int, default=4, help="default: %(default)s")
     parser.add_argument("--allow_shared_gpu", action="store_true", help="several ranks on one GPU")
@@ -131,10 +129,8 @@ def run(args: argparse.Namespace) -> int:
     args.modes = args.modes or list(MODES)
     if odd := [mode for mode in args.modes if mode not in MODES]:
         raise ConfigError(f"no mode {odd[0]!r}", expected=f"one of {', '.join(MODES)}")
-    failed = False
 
     def program(watch: Watch) -> int:
-        nonlocal failed
         facts = read_facts()
         if facts.world_size > 1 and args.model_path is None:
             raise ConfigError(
@@ -147,16 +143,14 @@ def run(args: argparse.Namespace) -> int:
         with Ranks.start(facts, device, **size, watch=watch) as ranks:
             failed = _measure(args, ranks)
             ranks.barrier()
-        return 0
+        return int(failed)
 
-    return run_ranks(program) or int(failed)
+    return run_ranks(program)
 
 
 def _measure(args: argparse.Namespace, ranks: Ranks) -> bool:
     """Collective. All modes; whether anything is not as it should be."""
-    parts: list[PartName] = ["dit-fp8", "t5", "vae", "tokenizer"]
-    if args.task == "i2v":
-        parts.append("clip")
+    parts = video_parts(args.task, "dit-fp8")
     results: list[Result] = []
     failures: dict[str, str] = {}
     first: Video | None = None
@@ -205,8 +199,6 @@ def _settings(
     }
     if args.task == "i2v":
         options["image_path"] = str(picture)
-    if "shared_cpu_weights" in MODES[mode]:
-        options["weight_server"] = "off"
     if mode == "half":
         options["resident_blocks"] = SIZES[args.size].num_layers // 2
     return Settings.from_json_and_flags(options, {})
@@ -244,7 +236,7 @@ def _one(
 
 def _host_nbytes(ranks: Ranks) -> int:
     """Collective. PSS of all ranks: what several map counts once in all."""
-    return sum(ranks.gather_json(psutil.Process().memory_full_info().pss))
+    return sum(ranks.gather_json(host_nbytes()))
 
 
 def _difference(frames: Tensor | None, wanted: Tensor | None) -> int:

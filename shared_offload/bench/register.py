@@ -23,6 +23,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from shared_offload.bench.clock import host_nbytes
 from shared_offload.errors import OffloadError, PreflightError
 from shared_offload.memory import numa
 from shared_offload.memory.board import FolderBoard
@@ -197,14 +198,14 @@ def _work(plan: Round, rank: int) -> None:
     )
     pci = pci_id(torch.device("cuda", plan.device))
     party = Party(member_facts(rank, pci), numa.own_node(pci), plan.processes, board)
-    before = _pss()
+    before = host_nbytes()
     with open_arena(request, party, _fill, registrar(plan.device)) as arena:
         content = as_tensor(arena)
         int(content[::4096].sum())  # every page counts, whether registration has mapped it or not
         board.publish(f"touched/{rank}", {})
         for other in range(plan.processes):
             _wait_for(board, arena, f"touched/{other}")
-        grown = _pss() - before
+        grown = host_nbytes() - before
         reports = [report.row() for report in arena.reports()]
         mine = board.read(f"bench/open/{rank}") or {}
         if rank == 0:
@@ -278,12 +279,6 @@ def _copy_rate(device: torch.Tensor, source: torch.Tensor) -> float:
     end.synchronize()
     milliseconds: float = begin.elapsed_time(end)
     return source.numel() / milliseconds / 1e6
-
-
-def _pss() -> int:
-    """Proportional set size of this process in bytes: shared pages count by their share."""
-    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
-    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("Pss:"))
 
 
 def _main(plan: str, rank: str) -> int:

@@ -13,8 +13,9 @@ from shared_offload.ranks.watch import RunEnded, Watch, write
 def run_ranks(program: Callable[[Watch], int], facts: RankFacts | None = None) -> int:
     """Run `program` and return its exit code; if a rank fails, all ranks end, and one says why.
 
-    Call it from the main thread, first thing. `program` returns 0 or raises: an OffloadError for
-    what a user can cause, anything else for what nobody foresaw (printed with its traceback).
+    Call it from the main thread, first thing. `program` returns a code, the same on all ranks, or
+    raises: an OffloadError for what a user can cause, anything else for what nobody foresaw
+    (printed with its traceback).
     A lone process returns the exit code also after a failure. One of several ranks then does not
     return at all: the process ends with that code, without the interpreter's clean-up, because
     libraries of collectives may wait there for the lost rank.

@@ -17,16 +17,7 @@ import torch
 
 ROOT = Path(__file__).parents[2]
 CONTEXT = multiprocessing.get_context("forkserver")
-# What a run imports late, too: seconds for each rank.
-LIBRARIES = [
-    "transformers.models.auto.tokenization_auto",
-    "transformers.models.clip.modeling_clip",
-    "transformers.models.umt5.modeling_umt5",
-    "diffusers.loaders.single_file_utils",
-    "diffusers.models.autoencoders.autoencoder_kl_wan",
-    "av",
-]
-CONTEXT.set_forkserver_preload(["shared_offload.infer", *LIBRARIES])
+CONTEXT.set_forkserver_preload(["tests.reference.preloaded"])
 
 
 def import_path() -> str:

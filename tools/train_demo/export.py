@@ -75,18 +75,19 @@ def write_vae(shapes: Shapes, state: State, folder: Path, dtype: torch.dtype) ->
 
 def write_clip(shapes: Shapes, state: State, folder: Path, dtype: torch.dtype) -> None:
     """CLIP's file. The last block and the projection, which Wan never computes, are zeros."""
-
-    def rename(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        inner = {
-            name.removeprefix(image_encoder.VISUAL): tensor
-            for name, tensor in tensors.items()
-            if name.startswith(image_encoder.VISUAL)
-        }
-        return image_encoder.rename(inner, blocks=CLIP_LAYERS - 1)
-
     plain = {name.removeprefix("vision_model."): tensor for name, tensor in state.items()}
     plain.pop("embeddings.position_ids", None)
-    save_pth(_through(shapes, rename, plain, dtype), folder / CLIP_FILE)
+    save_pth(_through(shapes, rename_clip, plain, dtype), folder / CLIP_FILE)
+
+
+def rename_clip(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What a CLIP file holds under transformers' names, without what Wan never computes."""
+    inner = {
+        name.removeprefix(image_encoder.VISUAL): tensor
+        for name, tensor in tensors.items()
+        if name.startswith(image_encoder.VISUAL)
+    }
+    return image_encoder.rename(inner, blocks=CLIP_LAYERS - 1)
 
 
 def share(owner: Path, folder: Path) -> None:

@@ -101,12 +101,13 @@ class Studio:
             seconds = 60 * self.args.minutes * SHARES[part] / total
             how = {"captured": not self.args.eager, "compiled": not self.args.no_compile}
             plan = Plan(seconds, steps.get(part), **how, **PLANS[part])
+            earlier = self.load_snapshot(part) if self.args.resume else {}
             begun = time.monotonic()
             state = trainers[part](plan)
             state["report"]["seconds_with_data_and_scores"] = round(time.monotonic() - begun, 1)
             state["report"]["made_with"] = self.made_with()
-            if self.args.resume:
-                state["report"]["before"] = self.load_snapshot(part).get("report", "a snapshot")
+            if earlier:
+                state["report"]["before"] = earlier.get("report", "a snapshot")
             self.save(part, state, DONE)
             (self.work / f"{part}{SNAPSHOT}").unlink(missing_ok=True)
             _say(part, state["report"])

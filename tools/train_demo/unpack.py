@@ -14,13 +14,12 @@ from diffusers.loaders.single_file_utils import convert_wan_vae_to_diffusers
 from safetensors.torch import load_file
 from torch import Tensor
 
-from shared_offload.pipeline import image_encoder, text_encoder
+from shared_offload.pipeline import text_encoder
 from shared_offload.synth.parts import CLIP_FILE, FP8_FOLDER, T5_FILE, VAE_FILE
 from shared_offload.weights.names import to_diffusers
 from shared_offload.weights.pth import load_pth
-from tools.train_demo.models import CLIP_LAYERS
-
-SCALE = "_scale"  # ends the name of an FP8 weight's scales
+from tests.reference.tiny_model import dequantise_block
+from tools.train_demo.export import rename_clip
 
 
 def unpack(folder: Path, reports: Path) -> dict[str, dict[str, Any]]:
@@ -39,7 +38,7 @@ def unpack(folder: Path, reports: Path) -> dict[str, dict[str, Any]]:
         if part == "t2v":
             state["t5"] = _float(text_encoder.rename(load_pth(folder / part / T5_FILE)))
         else:
-            state["clip"] = read_clip(folder / part / CLIP_FILE)
+            state["clip"] = _float(rename_clip(load_pth(folder / part / CLIP_FILE)))
     return made
 
 
@@ -48,24 +47,8 @@ def read_dit(folder: Path) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     for path in sorted((folder / FP8_FOLDER).glob("*.safetensors")):
         tensors |= load_file(path)
-    weights = {
-        name: tensor.float() * tensors[name + SCALE].view(-1, 1)
-        if name + SCALE in tensors
-        else tensor.float()
-        for name, tensor in tensors.items()
-        if not name.endswith(SCALE)
-    }
+    weights = _float(dequantise_block(tensors))
     return {str(to_diffusers(name)): tensor for name, tensor in weights.items()}
-
-
-def read_clip(path: Path) -> dict[str, Tensor]:
-    """The image tower's weights in fp32 under transformers' names, without its last block."""
-    inner = {
-        name.removeprefix(image_encoder.VISUAL): tensor
-        for name, tensor in load_pth(path).items()
-        if name.startswith(image_encoder.VISUAL)
-    }
-    return _float(image_encoder.rename(inner, blocks=CLIP_LAYERS - 1))
 
 
 def _float(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
