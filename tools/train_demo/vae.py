@@ -27,6 +27,7 @@ NOISE = 0.05  # added to latents in training: the decoder shall forgive the DiT'
 SIZE_PENALTY = 1e-4  # of latents, squared
 SQUARE = 2.0  # of an error's square beside its size: few large errors are worse than many small
 CONTRAST = 6.0  # how much more a pixel counts that differs from the clip's mean colour
+FIRST = 3.0  # how much more the first frame counts: it has a latent of its own, and is the picture
 
 Vae = Any  # diffusers has no types
 
@@ -41,6 +42,7 @@ def train_vae(vae: Vae, painter: Painter, plan: Plan, run: Run) -> History:
         decoded = model.decode(latents + NOISE * torch.randn_like(latents))
         middle = clips.mean((2, 3, 4), keepdim=True)
         weight = 1 + CONTRAST * (clips - middle).abs().mean(1, keepdim=True).clamp(max=1)
+        weight[:, :, 0] *= FIRST
         error = (decoded.float() - clips).abs()
         error = (error + SQUARE * error.square()) * weight
         return error.mean() + SIZE_PENALTY * latents.float().square().mean()
