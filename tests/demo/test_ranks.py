@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.reference.demo import CASES, FEW, LEAST, counts, options
+from tests.reference.demo import CASES, FEW, LEAST, counts, kept, options
 from tests.reference.options import SHARED
 from tests.reference.processes import Run
 
@@ -33,5 +33,8 @@ def test_ranks_that_share_an_arena(pictures, tmp_path, task: str, world: int) ->
         assert set(run.end(900)) == {0}, run.stderr()
     finally:
         run.stop()
-    found = counts(torch.load(tmp_path / "frames0.pt"))
+    frames = torch.load(tmp_path / "frames0.pt")
+    found = counts(frames)
     assert min(found.values()) >= LEAST[task], found
+    if task == "i2v":
+        assert kept(frames, pictures) >= LEAST[task]

@@ -17,7 +17,7 @@ from tests.reference.options import FP8, OFFLOAD, PHASES
 from tests.reference.pictures import SIZE, picture
 
 DEMO = Path(__file__).parents[2] / "assets" / "demo"
-GUIDED = {"enable_cfg": True, "sample_guide_scale": 4, "infer_steps": 10}
+GUIDED = {"enable_cfg": True, "sample_guide_scale": 2, "infer_steps": 10}
 FEW = {"model_cls": "wan2.1_distill", "denoising_step_list": [1000, 750, 500, 250]}
 NEGATIVE = {**GUIDED, "negative_prompt": "blurry, static, low quality"}
 KINDS: Mapping[str, Mapping[str, Any]] = {

@@ -36,7 +36,7 @@ from tools.train_demo.whole_clip import WholeClip, lay_out
 
 PROMPT = "A red circle moves right on a blue background"
 STEPS = 4
-GUIDED = {"infer_steps": STEPS, "enable_cfg": True, "sample_guide_scale": 4}
+GUIDED = {"infer_steps": STEPS, "enable_cfg": True, "sample_guide_scale": sampling.GUIDANCE}
 FEW = {"model_cls": "wan2.1_distill", "denoising_step_list": list(sampling.FEW_STEPS)}
 SEED = 7
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]

@@ -13,7 +13,7 @@ from tests.reference.judge import Verdict, judge
 from tools.train_demo import vae
 from tools.train_demo.clips import Labels, Names, Painter, combinations
 from tools.train_demo.dit import Models, draw, first_frames, with_mask
-from tools.train_demo.sampling import Given, sample, sample_few
+from tools.train_demo.sampling import GUIDANCE, Given, sample, sample_few
 
 ASKED = ("color", "background", "shape", "direction")
 PLAIN_CAPTION = 0  # the first way to say it: "a red circle moves left on a blue background"
@@ -40,7 +40,7 @@ def score(
         given = Given(given.ids, condition, clips[:, :, 0])
     noise = torch.randn_like(vae.encode(autoencoder, clips))
     ways = {
-        "guidance 4, 10 steps": sample(models, given, noise),
+        f"guidance {GUIDANCE:g}, 10 steps": sample(models, given, noise),
         "guidance 1, 10 steps": sample(models, given, noise, guidance=1.0),
         "guidance 1, 4 Euler steps": sample_few(models, given, noise),
     }
