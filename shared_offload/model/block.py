@@ -16,6 +16,12 @@ Invariant: a phase reads only tensors of its own and has no state but the memo t
 a run by blocks and a run by phases are equal bit for bit. What is not a matrix product, attention
 or communication is in `operations`, which says how it is rounded.
 
+No exchange is under way while self-attention runs: where branches are in step, it begins when
+what all of them sent has come, and results leave when all are done. FlashAttention's kernel has a
+group of threads on every SM and splits its work evenly beforehand. A collective that holds some
+SMs, and waits on them for a peer whose SMs are all taken by attention, makes attention take twice
+as long. Exchanges run beside matrix products instead.
+
 Shape letters: B batch, S all tokens, L tokens on this rank, E text tokens, I image tokens, D width,
 N heads, M heads on this rank, H head width.
 """
@@ -60,8 +66,8 @@ class BlockInputs:
 
 
 Passage = Generator[None, None, Tensor]
-"""A phase under way. Yields where it waits for other ranks, so that another branch can use the
-time; returns x."""
+"""A phase under way. Yields where it waits for other ranks, or other branches are to come as far;
+returns x."""
 
 BlockFunction = Callable[[Tensor, Weights, BlockInputs, Memo | None], Passage]
 
@@ -70,7 +76,7 @@ _QKV = tuple(f"self_attn.{part}" for part in "qkv")
 
 
 def in_step(passages: Sequence[Passage]) -> list[Tensor]:
-    """Run phases to their ends, each up to where it waits in turn; their results in order."""
+    """Run phases to their ends, each up to its next yield in turn; their results in order."""
     results: dict[int, Tensor] = {}
     while len(results) < len(passages):
         for index, passage in enumerate(passages):
@@ -101,9 +107,14 @@ def self_attention(
     heads = out.send(qkv, inputs.tokens)
     del y, q, k, v, qkv, out  # gigabytes, while another branch runs
     yield
-    out_BSMH = inputs.self_attention(*heads())
+    qkv = heads()
+    del heads
+    yield
+    out_BSMH = inputs.self_attention(*qkv)
+    del qkv
+    yield
     tokens = inputs.exchange.to_tokens(out_BSMH)
-    del heads, out_BSMH
+    del out_BSMH
     yield
     rows = do.total([tokens()], w["self_attn.o.weight"])
     return do.add(x_BLD, linear(rows, w, "self_attn.o"), gate)

@@ -162,8 +162,8 @@ class Dit:
         inputs: Sequence[BlockInputs],
         memos: Sequence[Memo | None],
     ) -> list[Tensor]:
-        """All branches through a phase: in step where one can use the time that another waits for
-        its peers, else one after the other, which needs less memory.
+        """All branches through a phase: in step where they exchange with other ranks (`block.py`
+        says why), else one after the other, which needs less memory.
         """
         function = PHASE_FUNCTIONS[phase]
         passages = (function(x, w, i, memo) for x, i, memo in zip(xs, inputs, memos, strict=True))

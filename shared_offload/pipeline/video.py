@@ -24,6 +24,7 @@ import torch
 
 from shared_offload.errors import OutputError
 from shared_offload.pipeline import libraries
+from shared_offload.weights.torch_threads import one_torch_thread
 
 SUFFIXES = (".mp4", ".mov")
 # x264's scale: 0 lossless, 23 its default; at 18 a difference is hard to see.
@@ -137,7 +138,10 @@ def _encode(path: Path, frames: Iterable[torch.Tensor], rate: Fraction) -> bytes
     """The whole file as bytes."""
     buffer = io.BytesIO()
     try:
-        with libraries.av.open(buffer, "w", format=path.suffix.lower()[1:]) as container:
+        with (
+            one_torch_thread(),  # the others are x264's
+            libraries.av.open(buffer, "w", format=path.suffix.lower()[1:]) as container,
+        ):
             stream = container.add_stream("libx264", rate=rate, options={"crf": str(CRF)})
             stream.pix_fmt = "yuv420p"
             context = stream.codec_context

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import nullcontext
 
 import torch
 
 from shared_offload.weights.checkpoint import Checkpoint
 from shared_offload.weights.layout import TENSOR_ALIGNMENT, Unit, align
 from shared_offload.weights.reader import Piece, fill, unit_pieces, whole_piece
+from shared_offload.weights.torch_threads import one_torch_thread
 from shared_offload.weights.views import TORCH_DTYPES
 
 # Below 32,768 elements torch converts in the calling thread. Above, each reader thread would start
@@ -39,10 +41,8 @@ def fill_tensors(
     stop: threading.Event | None = None,
 ) -> None:
     """`fill` with all that pieces may need: dtype changes, and merges on one torch thread each."""
-    team = torch.get_num_threads()
-    if any(piece.merge for piece in pieces):
-        torch.set_num_threads(1)  # which the reader threads inherit: they are the team
-    try:
+    merges = any(piece.merge for piece in pieces)
+    with one_torch_thread() if merges else nullcontext():
         fill(
             pieces,
             dest,
@@ -52,9 +52,6 @@ def fill_tensors(
             stop=stop,
             convert=cast_bytes,
         )
-    finally:
-        if torch.get_num_threads() != team:
-            torch.set_num_threads(team)
 
 
 def read_tensors(

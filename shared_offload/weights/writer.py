@@ -22,6 +22,7 @@ from torch import Tensor
 from shared_offload.errors import OutputError, PreflightError
 from shared_offload.weights.discovery import SINGLE_FILE
 from shared_offload.weights.layout import DTYPE_BYTES
+from shared_offload.weights.torch_threads import one_torch_thread
 
 PARTIAL = ".partial"
 INDEX_NAME = SINGLE_FILE + ".index.json"
@@ -108,20 +109,19 @@ def run_all(
 
     The first failure stops the rest. Only jobs that run or are next exist at any time.
     """
-    torch_threads = torch.get_num_threads()
-    pool = ThreadPoolExecutor(threads, "writer", torch.set_num_threads, (1,))
     waiting = iter(jobs)
     pending: set[Future[int]] = set()
-    try:
-        while pending := pending | {
-            pool.submit(job) for job in islice(waiting, 2 * threads - len(pending))
-        }:
-            done, pending = wait(pending, return_when=FIRST_COMPLETED)
-            for future in done:
-                on_bytes(future.result())
-    finally:
-        pool.shutdown(cancel_futures=True)
-        torch.set_num_threads(torch_threads)
+    with one_torch_thread():
+        pool = ThreadPoolExecutor(threads, "writer")
+        try:
+            while pending := pending | {
+                pool.submit(job) for job in islice(waiting, 2 * threads - len(pending))
+            }:
+                done, pending = wait(pending, return_when=FIRST_COMPLETED)
+                for future in done:
+                    on_bytes(future.result())
+        finally:
+            pool.shutdown(cancel_futures=True)
 
 
 def write_index(folder: Path, weight_map: Mapping[str, str], total_nbytes: int) -> None:

@@ -105,6 +105,24 @@ def test_means_and_picture_come_back(tmp_path: Path) -> None:
     assert np.abs(decoded - sent).mean() <= 2
 
 
+def test_colours_take_no_threads_beside_the_encoders(tmp_path: Path) -> None:
+    team = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        seen = []
+
+        def frames():
+            for frame in smooth(3, 16, 16):
+                seen.append(torch.get_num_threads())
+                yield frame
+
+        write_video(tmp_path / "out.mp4", frames(), 16, {})
+        assert seen == [1, 1, 1]
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(team)
+
+
 def test_metadata_lies_beside_and_old_files_are_replaced(tmp_path: Path) -> None:
     path = tmp_path / "out.mp4"
     other = tmp_path / "out.json"
