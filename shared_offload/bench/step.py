@@ -278,7 +278,7 @@ def _profile(workload: Workload, source: Source, device: torch.device, path: Pat
     """Write the table of kernels of one step, the costliest first."""
     cuda = device.type == "cuda"
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
-    with profile(activities=activities) as profiler:
+    with profile(activities=activities, acc_events=True) as profiler:  # else it warns
         seconds_of(partial(workload.step, source), device)
     table = profiler.key_averages().table(
         sort_by="self_device_time_total" if cuda else "self_cpu_time_total",
