@@ -230,7 +230,8 @@ def _clip(path: Path, weights: str, way: Way, setup: Setup) -> Result:
     tokens = 0
 
     def load() -> ImageEncoder:
-        return ImageEncoder.load(path, device=HOST if moved else device, dtype=dtype)
+        place = HOST if moved else device
+        return ImageEncoder.load(path, device=place, dtype=dtype, cast_later=moved)
 
     def encode(encoder: ImageEncoder) -> None:
         nonlocal tokens

@@ -66,12 +66,14 @@ class ImageEncoder:
         device: torch.device | str,
         dtype: torch.dtype,
         use_31_block: bool = True,
+        cast_later: bool = False,
         on_bytes: OnBytes = told_to_nobody,
     ) -> ImageEncoder:
         """From a .pth file (fp32, fp16, bf16 or FP8); the text tower in it is left out.
 
         `use_31_block` ends before the last block, as Wan does; that block is then not loaded. Sizes
-        are read from the tensors. Raises CheckpointError or Problems. Peak memory: the image
+        are read from the tensors. With `cast_later` weights in host memory are the file's map, and
+        `dtype` only where they move to. Raises CheckpointError or Problems. Peak memory: the image
         tower's weights, once.
         """
         tensors = {
@@ -92,6 +94,7 @@ class ImageEncoder:
             path=path,
             device=torch.device(device),
             dtype=dtype,
+            cast_later=cast_later,
             on_bytes=on_bytes,
         )
         # The table of positions is a buffer that no file holds; it is still on meta.

@@ -2,7 +2,7 @@
 
 Invariant: a module is complete or an error lists everything that is wrong; each weight exists once,
 in its final dtype on its final device, and on the CPU it stays the file's own memory map where the
-dtype already fits.
+dtype already fits, or is cast on the way to the device that it is meant for.
 """
 
 from __future__ import annotations
@@ -14,12 +14,14 @@ import torch
 from torch import Tensor, nn
 
 from shared_offload.errors import CheckpointError, raise_all
+from shared_offload.pipeline.courier import Courier
 from shared_offload.pipeline.quantised import Fp8Linear
 from shared_offload.pipeline.weight_faults import SCALE_SUFFIX, faults
 
 OnBytes = Callable[[int], None]
 _HOST = torch.device("cpu")
 _HOME = "weights_in_host_memory"  # attribute of a module that is elsewhere, or was
+_DTYPE = "dtype_on_a_device"  # attribute of a module that is to be cast
 
 
 def told_to_nobody(_: int) -> None:
@@ -33,12 +35,15 @@ def assign(
     path: Path,
     device: torch.device,
     dtype: torch.dtype,
+    cast_later: bool = False,
     on_bytes: OnBytes = told_to_nobody,
 ) -> None:
     """Give `module` (on meta) all its weights, by its own names, and set it to evaluation.
 
     FP8 weights with their `weight_scale` turn their layer into an Fp8Linear; all else becomes
-    `dtype` on `device`. A tensor object that stands under two names (tied weights) is moved once.
+    `dtype` on `device`. With `cast_later` they stay in host memory as the file has them, and become
+    `dtype` on the device where `move` puts them: a cast of gigabytes takes a host longer than their
+    copy. A tensor object that stands under two names (tied weights) is moved once.
     `on_bytes` is told of bytes of the file as they are taken. Raises CheckpointError or Problems.
     Peak host memory: the largest tensor, where casting.
     """
@@ -49,12 +54,16 @@ def assign(
     for name, scale in scales.items():
         on_bytes(plain[name.removesuffix(SCALE_SUFFIX)].nbytes)
         _place_fp8(module, name, plain, scale.to(device, torch.float32), device, dtype)
-    for name, tensor in plain.items():
-        key = id(tensor)
-        if key not in moved:
-            moved[key] = tensor.to(device, dtype)
-            on_bytes(tensor.nbytes)
-        plain[name] = moved[key]
+    if cast_later:
+        setattr(module, _DTYPE, dict.fromkeys(plain, dtype))
+    with Courier(device) as courier:
+        for name, tensor in plain.items():
+            key = id(tensor)
+            if key not in moved:
+                there = tensor if device == _HOST else courier.deliver(tensor)
+                moved[key] = there if cast_later else there.to(dtype)
+                on_bytes(tensor.nbytes)
+            plain[name] = moved[key]
     module.requires_grad_(False).eval()
     module.load_state_dict(plain, strict=True, assign=True)
 
@@ -66,15 +75,21 @@ def move(module: nn.Module, device: torch.device) -> None:
     writes weights, so there is nothing to copy, and a file's memory map stays one.
     """
     home: dict[str, Tensor] = module.__dict__.setdefault(_HOME, {})
+    dtypes: dict[str, torch.dtype] = getattr(module, _DTYPE, {})
     moved: dict[tuple[int | str, int], Tensor] = {}
-    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-        place = (tensor.data_ptr() or name, tensor.nbytes)  # an empty one has no address
-        if tensor.device == _HOST and device != _HOST:
-            home[name] = tensor.data
-        if place not in moved:
-            returns = device == _HOST and name in home
-            moved[place] = home[name] if returns else tensor.data.to(device)
-        tensor.data = moved[place]
+    with Courier(device) as courier:
+        for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+            place = (tensor.data_ptr() or name, tensor.nbytes)  # an empty one has no address
+            if tensor.device == _HOST and device != _HOST:
+                home[name] = tensor.data
+            if place not in moved:
+                if device == _HOST and name in home:
+                    moved[place] = home[name]
+                elif tensor.device == _HOST != device:
+                    moved[place] = courier.deliver(tensor.data).to(dtypes.get(name, tensor.dtype))
+                else:
+                    moved[place] = tensor.data.to(device)
+            tensor.data = moved[place]
 
 
 def count_parameters(module: nn.Module) -> int:

@@ -3,10 +3,9 @@
 Invariant: the device holds the weights of one layer, in memory that every layer reuses; the host
 copy is the only one, and is never written. Whatever fails, a layer has its host weights back.
 
-The weights usually are the file's memory map, so the host holds nothing but page cache, and copies
-run at the speed of pageable memory (7 GB/s where pinned memory gives 55), 0.7 to 1.4 s for all of
-UMT5-XXL. Pinning would cost as much once, and keep gigabytes from the host. A layer's compute is a
-fraction of its copy, so a second place that is filled meanwhile would gain next to nothing.
+The weights usually are the file's memory map, so the host holds nothing but page cache;
+`courier.py` brings them. A layer's compute is a fraction of its copy, so a second place that is
+filled meanwhile would gain next to nothing.
 """
 
 from __future__ import annotations
@@ -17,6 +16,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from shared_offload.pipeline.courier import Courier
+
 Kind = tuple[str, torch.dtype, torch.Size]
 
 
@@ -26,8 +27,10 @@ class Passage:
     All use is from one thread and one stream, in whose order weights are overwritten.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, courier: Courier) -> None:
+        """`courier`: one to the device."""
         self._device = device
+        self._courier = courier
         self._places: dict[Kind, Tensor] = {}
 
     @contextmanager
@@ -37,7 +40,9 @@ class Passage:
         home = {name: tensor.data for name, tensor in weights.items()}
         try:
             for name, tensor in weights.items():
-                tensor.data = self._place(name, home[name]).copy_(home[name])
+                place = self._place(name, home[name])
+                self._courier.copy(home[name], place)
+                tensor.data = place
             yield
         finally:
             for name, tensor in weights.items():

@@ -233,7 +233,8 @@ class Runner:
         passes = settings.t5_cpu_offload and kind == "cuda"
 
         def text(device: torch.device) -> TextEncoder:
-            with progress.task("read T5", files.t5.stat().st_size, "B") as task:
+            title = "map T5" if passes else "read T5"
+            with progress.task(title, files.t5.stat().st_size, "B") as task:
                 return TextEncoder.load(
                     files.t5,
                     files.tokenizer,
@@ -246,11 +247,15 @@ class Runner:
 
         def image(device: torch.device) -> ImageEncoder:
             assert files.clip is not None  # encode_image is for i2v, whose inventory has one
-            with progress.task(
-                "read CLIP", None, "B"
-            ) as task:  # part of the file, of no known size
+            moves = device != self.device
+            title = "map CLIP" if moves else "read CLIP"
+            with progress.task(title, None, "B") as task:  # part of the file, of no known size
                 return ImageEncoder.load(
-                    files.clip, device=device, dtype=IMAGE_DTYPE[kind], on_bytes=task.advance
+                    files.clip,
+                    device=device,
+                    dtype=IMAGE_DTYPE[kind],
+                    cast_later=moves,
+                    on_bytes=task.advance,
                 )
 
         def vae(device: torch.device) -> Vae:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from shared_offload.errors import CheckpointError
 from shared_offload.pipeline import libraries, module_weights
+from shared_offload.pipeline.courier import Courier
 from shared_offload.pipeline.module_weights import OnBytes, told_to_nobody
 from shared_offload.pipeline.passing import Passage
 from shared_offload.weights.pth import load_pth
@@ -116,14 +117,16 @@ class TextEncoder:
         self, tokens_1E: Sequence[Tensor], device: torch.device, on_bytes: OnBytes
     ) -> list[Tensor]:
         """What the model does, but each layer for all prompts before the next one."""
-        stack, passage = self._model.encoder, Passage(device)
+        stack = self._model.encoder
         rows_1ED = [self._model.shared(tokens).to(device) for tokens in tokens_1E]
-        for layer in (*stack.block, stack.final_layer_norm):
-            with passage.lend(layer):
-                outputs = [layer(rows) for rows in rows_1ED]
-            on_bytes(module_weights.count_bytes(layer))
-            # Some versions of the library return a tuple.
-            rows_1ED = [out if isinstance(out, Tensor) else out[0] for out in outputs]
+        with Courier(device) as courier:
+            passage = Passage(device, courier)
+            for layer in (*stack.block, stack.final_layer_norm):
+                with passage.lend(layer):
+                    outputs = [layer(rows) for rows in rows_1ED]
+                on_bytes(module_weights.count_bytes(layer))
+                # Some versions of the library return a tuple.
+                rows_1ED = [out if isinstance(out, Tensor) else out[0] for out in outputs]
         return rows_1ED
 
     @property

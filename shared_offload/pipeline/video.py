@@ -24,7 +24,7 @@ import torch
 
 from shared_offload.errors import OutputError
 from shared_offload.pipeline import libraries
-from shared_offload.weights.torch_threads import one_torch_thread
+from shared_offload.weights.torch_threads import torch_threads
 
 SUFFIXES = (".mp4", ".mov")
 # x264's scale: 0 lossless, 23 its default; at 18 a difference is hard to see.
@@ -139,7 +139,7 @@ def _encode(path: Path, frames: Iterable[torch.Tensor], rate: Fraction) -> bytes
     buffer = io.BytesIO()
     try:
         with (
-            one_torch_thread(),  # the others are x264's
+            torch_threads(1),  # the others are x264's
             libraries.av.open(buffer, "w", format=path.suffix.lower()[1:]) as container,
         ):
             stream = container.add_stream("libx264", rate=rate, options={"crf": str(CRF)})

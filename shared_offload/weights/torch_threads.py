@@ -9,14 +9,14 @@ import torch
 
 
 @contextmanager
-def one_torch_thread() -> Iterator[None]:
-    """Operations run in the thread that calls them, as those of threads that begin meanwhile do.
+def torch_threads(count: int) -> Iterator[None]:
+    """The calling thread splits operations over `count`, and so do threads that begin meanwhile.
 
-    For work that has threads of its own. A team of torch's meets after each operation, and all wait
-    for the member whose core another thread has taken.
+    One is for work that has threads of its own: a team of torch's meets after each operation, and
+    all wait for the member whose core another thread has taken.
     """
     team = torch.get_num_threads()
-    torch.set_num_threads(1)
+    torch.set_num_threads(count)
     try:
         yield
     finally:

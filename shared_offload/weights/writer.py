@@ -22,7 +22,7 @@ from torch import Tensor
 from shared_offload.errors import OutputError, PreflightError
 from shared_offload.weights.discovery import SINGLE_FILE
 from shared_offload.weights.layout import DTYPE_BYTES
-from shared_offload.weights.torch_threads import one_torch_thread
+from shared_offload.weights.torch_threads import torch_threads
 
 PARTIAL = ".partial"
 INDEX_NAME = SINGLE_FILE + ".index.json"
@@ -111,7 +111,7 @@ def run_all(
     """
     waiting = iter(jobs)
     pending: set[Future[int]] = set()
-    with one_torch_thread():
+    with torch_threads(1):
         pool = ThreadPoolExecutor(threads, "writer")
         try:
             while pending := pending | {

@@ -19,6 +19,7 @@ CYCLES = 20_000_000  # some 10 ms
 
 def test_marks_are_on_the_gpus_clock() -> None:
     marks = Marks(torch.device("cuda", 0))
+    torch.cuda._sleep(4 * CYCLES)  # the GPU's clock rises from where it idles
     marks.mark()
     for cycles in (CYCLES, 2 * CYCLES, 4 * CYCLES):
         torch.cuda._sleep(cycles)

@@ -73,6 +73,25 @@ def test_there_and_back_on_a_gpu(loaded) -> None:
 
 
 @pytest.mark.gpu
+def test_a_cast_on_the_way(tmp_path) -> None:
+    """Host memory keeps the file's own map; the device has the dtype asked for, rounded as here."""
+    path, file = tmp_path / "weights.pth", Small()
+    torch.save(file.state_dict(), path)
+    mapped = torch.load(path, mmap=True, weights_only=True)
+    with torch.device("meta"):
+        module = Small()
+    half = torch.float16
+    module_weights.assign(module, mapped, path=path, device=CPU, dtype=half, cast_later=True)
+    for _ in range(2):
+        assert_mapped(module, path)
+        module_weights.move(module, torch.device("cuda", torch.cuda.current_device()))
+        for name, tensor in module.state_dict().items():
+            assert tensor.dtype == half
+            assert torch.equal(tensor.cpu(), file.state_dict()[name].half())
+        module_weights.move(module, CPU)
+
+
+@pytest.mark.gpu
 def test_weights_that_were_loaded_on_a_gpu_are_copied_back() -> None:
     module = Small().requires_grad_(False).cuda()
     state = {name: tensor.cpu() for name, tensor in module.state_dict().items()}
