@@ -2,9 +2,7 @@
 
 All modes run in the same processes (one, or as many as torchrun started), one after another, from
 the same files. Invariant: latents are compared bit for bit, and frames too, with those of the first
-mode that ran; on a lone rank a mode that fails has a row that says so. All modes denoise with the
-first one's latent of the picture: in how many strips the VAE encodes it depends on the memory that
-a mode leaves, and strips are rounded otherwise than the whole.
+mode that ran; on a lone rank a mode that fails has a row that says so.
 """
 
 from __future__ import annotations
@@ -156,7 +154,6 @@ def _measure(args: argparse.Namespace, ranks: Ranks) -> bool:
     results: list[Result] = []
     failures: dict[str, str] = {}
     first: Video | None = None
-    conditions: list[Tensor] = []
     empty = _host_nbytes(ranks)
     with (
         model_folder(args.model_path, args.size, args.task, parts) as folder,
@@ -167,11 +164,7 @@ def _measure(args: argparse.Namespace, ranks: Ranks) -> bool:
         for mode in args.modes:
             try:
                 settings = _settings(args, mode, folder, picture, ranks.world_size)
-                with _pipeline(mode, settings, ranks, conditions) as (pipeline, progress):
-                    video = pipeline.generate()
-                    host = _host_nbytes(ranks) - empty
-                    ranks.barrier()
-                result = _result(mode, video, first, ranks, progress.median(), host)
+                video, result = _one(mode, settings, ranks, first, empty)
             except OffloadError as error:
                 if ranks.world_size > 1:  # others may be amid a collective: the run ends
                     raise
@@ -211,13 +204,10 @@ def _settings(
     return Settings.from_json_and_flags(options, {})
 
 
-@contextmanager
-def _pipeline(
-    mode: str, settings: Settings, ranks: Ranks, conditions: list[Tensor]
-) -> Iterator[tuple[Pipeline, Steps]]:
-    """One mode's, with nothing left of the one before. It encodes the picture as ever, and takes
-    the first of `conditions`; the first mode puts its own there.
-    """
+def _one(
+    mode: str, settings: Settings, ranks: Ranks, first: Video | None, empty: int
+) -> tuple[Video, Result]:
+    """Collective. One mode, with nothing left of the one before."""
     gc.collect()
     if ranks.device.type == "cuda":
         torch.cuda.empty_cache()
@@ -225,34 +215,23 @@ def _pipeline(
     progress = Steps(enabled=ranks.is_first)
     progress.note(f"mode {mode}")
     with Pipeline(settings, ranks=ranks, progress=progress) as pipeline:
-        encode = pipeline.runner.encode_condition
-
-        def encode_condition(frame_3HW: Tensor, frames: int) -> Tensor:
-            conditions.append(encode(frame_3HW, frames))
-            del conditions[1:]
-            return conditions[0]
-
-        pipeline.runner.encode_condition = encode_condition  # type: ignore[method-assign]
-        yield pipeline, progress
-
-
-def _result(
-    mode: str, video: Video, first: Video | None, ranks: Ranks, step_seconds: float, host: int
-) -> Result:
-    """Collective."""
+        video = pipeline.generate()
+        host = _host_nbytes(ranks)
+        ranks.barrier()
     facts = video.metadata
     equal = first is None or torch.equal(video.latents, first.latents)
-    return Result(
+    result = Result(
         mode=mode,
-        step_seconds=step_seconds,
+        step_seconds=progress.median(),
         load_seconds=facts["stage_seconds"]["load DiT"],
         decode_seconds=facts["stage_seconds"]["decode"],
         peak_nbytes=facts.get("peak_gpu_bytes"),
-        host_nbytes=host,
+        host_nbytes=host - empty,
         latents_equal=all(ranks.gather_json(equal)),
         frames_off=0 if first is None else _difference(video.frames, first.frames),
         streaming=facts.get("streaming", {}),
     )
+    return video, result
 
 
 def _host_nbytes(ranks: Ranks) -> int:

@@ -31,6 +31,7 @@ from shared_offload.pipeline.on_demand import OnDemand
 from shared_offload.pipeline.text_encoder import TextEncoder
 from shared_offload.pipeline.vae import Vae
 from shared_offload.pipeline.vae_memory import StepMemory
+from shared_offload.preflight import ACTIVATIONS
 from shared_offload.ranks.devices import choose_device
 from shared_offload.ranks.facts import RankFacts
 from shared_offload.ranks.group import Ranks
@@ -111,7 +112,8 @@ class Runner:
         condition: Tensor | None = None
         if self.is_first:
             with self._vae.use() as vae:
-                vae.limit = self._step_memory.limit
+                if self.device.type == "cuda":
+                    vae.encode_room = encode_room(self.settings, self.inventory, vae.nbytes)
                 condition = conditioning.i2v_condition(vae, frame_3HW, frames)
         return self.ranks.broadcast_tensor(condition)
 
@@ -274,6 +276,16 @@ class Runner:
             OnDemand(image, self.device, offload=settings.clip_cpu_offload, unload=unload),
             OnDemand(vae, self.device, offload=settings.vae_cpu_offload, unload=forget),
         )
+
+
+def encode_room(settings: Settings, inventory: Inventory, vae_nbytes: int) -> int:
+    """Bytes that an encode may take on a GPU beside the VAE: what activations of a step will take.
+
+    The same number wherever the blocks' weights live, and in every request. Strips are rounded
+    otherwise than the whole, in TF32 by some 1e-3, and what differs in a picture's latent differs
+    in the video: so their number shall not depend on memory that happens to be free.
+    """
+    return max(0, gpu_needs(settings, inventory)[ACTIVATIONS] - vae_nbytes)
 
 
 class _Pace:

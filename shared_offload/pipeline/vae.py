@@ -45,6 +45,8 @@ class Vae:
         self.dtype: torch.dtype = model.dtype
         self.limit: int | None = None
         """Bytes that may be allocated on the device while it works; None: any number."""
+        self.encode_room: int | None = None
+        """Bytes that an encode may take over the weights, whatever the limit; None: as it says."""
         self.nbytes = module_weights.count_bytes(model)
         self.num_parameters = module_weights.count_parameters(model)
         statistics = (model.config.latents_mean, model.config.latents_std)
@@ -160,6 +162,8 @@ class Vae:
         model = self._open()
         channels = max(model.encoder.dim, model.decoder.dim)
         picture = Picture.of(shape, share, channels * self.dtype.itemsize)
+        if way is ENCODE and self.encode_room is not None:
+            return picture.strips_within(way, self.encode_room)
         return picture.strips_within(way, room(self.limit, self.device))
 
     def decode_calls(self, latent_CTYX: Tensor, share: tuple[int, int] | None = None) -> int:

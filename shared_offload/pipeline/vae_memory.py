@@ -1,8 +1,9 @@
 """How much GPU memory the VAE may take, and in how many strips it keeps to that.
 
-The rule: where weights leave the GPU to save memory, a decode or an encode takes no more than a
-denoising step did, all that is on the GPU meanwhile included; so it never decides which GPU a video
-needs. As few strips as that asks for, and the whole picture where it fits.
+The rule: where weights leave the GPU to save memory, a decode takes no more than a denoising step
+did, all that is on the GPU meanwhile included; so it never decides which GPU a video needs. An
+encode keeps to what was planned for a step's activations, in every mode alike. As few strips as
+that asks for, and the whole picture where it fits.
 """
 
 from __future__ import annotations

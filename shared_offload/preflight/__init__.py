@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from shared_offload.preflight.checks import Preflight, agree
-from shared_offload.preflight.plan import gpu_plan
+from shared_offload.preflight.plan import ACTIVATIONS, gpu_plan
 
-__all__ = ["Preflight", "agree", "gpu_plan"]
+__all__ = ["ACTIVATIONS", "Preflight", "agree", "gpu_plan"]

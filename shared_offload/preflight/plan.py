@@ -12,6 +12,9 @@ VAE_STRIDE = (4, 8, 8)  # frames, rows and columns of the video that make one la
 VAE_CHANNELS = 96  # of the decoder's last layers, at full resolution
 
 
+ACTIVATIONS = "activations or VAE"
+
+
 def gpu_plan(
     arch: Architecture,
     *,
@@ -27,8 +30,8 @@ def gpu_plan(
 
     `block_weights`: the slots when streaming (slots x the largest unit), else all blocks.
     A lower bound: kernels' workspaces and fragmentation come on top, so a plan that does not fit
-    never works, and one that barely fits may not either. "activations or VAE" is the larger of two
-    that follow each other.
+    never works, and one that barely fits may not either. ACTIVATIONS is the larger of two that
+    follow each other.
     """
     tokens = _tokens(frames, height, width)
     local = -(-tokens // seq_p_size)
@@ -42,7 +45,7 @@ def gpu_plan(
     return {
         "block weights": block_weights,
         "other weights": non_block * dtype_nbytes,
-        "activations or VAE": max(attention, feed_forward, decode) * dtype_nbytes,
+        ACTIVATIONS: max(attention, feed_forward, decode) * dtype_nbytes,
     }
 
 

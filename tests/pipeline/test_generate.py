@@ -14,6 +14,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from shared_offload.pipeline import dit_weights, generate
+from shared_offload.pipeline.inventory import take_inventory
+from shared_offload.pipeline.runner import encode_room
 from shared_offload.weights.convert import convert_to_fp8
 from tests.reference import diffusers_dit
 from tests.reference.options import FP8, OFFLOAD, PHASES, SHARED, WEIGHTS
@@ -36,6 +38,17 @@ def test_the_seed_alone_decides(studio, task) -> None:
     assert not torch.equal(first.latents, other.latents)
     assert first.latents.dtype == torch.float32
     assert first.latents.shape == ((16, 2, 4, 6) if task == "t2v" else (16, 2, 4, 4))
+
+
+def test_a_picture_has_as_much_room_in_every_mode(studio) -> None:
+    """On a GPU an encode works in strips that fit into it; their number shows in the latents."""
+    modes = ({}, OFFLOAD, SHARED, {**OFFLOAD, **PHASES}, {**OFFLOAD, "resident_blocks": 3})
+    rooms = set()
+    for mode in (*modes, {**OFFLOAD, "lazy_load": True}, {"unload_modules": True}):
+        settings = studio.settings("i2v", **FP8, **mode)
+        rooms.add(encode_room(settings, take_inventory(settings), vae_nbytes=1000))
+    [room] = rooms
+    assert room > 0
 
 
 @pytest.mark.parametrize(

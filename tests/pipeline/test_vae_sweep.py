@@ -169,6 +169,17 @@ def test_a_limit_changes_nothing_but_memory(model, tiling) -> None:
     model.use_tiling = False
 
 
+def test_an_encode_has_room_of_its_own(model) -> None:
+    """Whatever else is on the device: a picture's latent is to be the same."""
+    vae, shape = Vae(model, tiling=False), (16, 2, 4, 44)
+    vae.limit = 0
+    assert vae.strips(shape, ENCODE) == vae.strips(shape, DECODE) == 6
+    vae.encode_room = 1 << 40
+    assert (vae.strips(shape, ENCODE), vae.strips(shape, DECODE)) == (1, 6)
+    vae.limit, vae.encode_room = None, 0
+    assert (vae.strips(shape, ENCODE), vae.strips(shape, DECODE)) == (6, 1)
+
+
 @pytest.mark.parametrize("strips", [1, 3])
 def test_a_failed_pass_leaves_no_hooks_and_no_features(model, strips) -> None:
     def stop() -> None:
