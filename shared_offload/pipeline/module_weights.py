@@ -18,6 +18,7 @@ from shared_offload.pipeline.courier import Courier
 from shared_offload.pipeline.quantised import Fp8Linear
 from shared_offload.pipeline.weight_faults import SCALE_SUFFIX, faults
 
+CAST_THERE_NBYTES = 256 << 20  # larger weights are cast by the host, which has the room
 OnBytes = Callable[[int], None]
 _HOST = torch.device("cpu")
 _HOME = "weights_in_host_memory"  # attribute of a module that is elsewhere, or was
@@ -60,7 +61,9 @@ def assign(
         for name, tensor in plain.items():
             key = id(tensor)
             if key not in moved:
-                there = tensor if device == _HOST else courier.deliver(tensor)
+                small = tensor.nbytes <= CAST_THERE_NBYTES
+                ready = tensor if cast_later or small else tensor.to(dtype)
+                there = ready if device == _HOST else courier.deliver(ready)
                 moved[key] = there if cast_later else there.to(dtype)
                 on_bytes(tensor.nbytes)
             plain[name] = moved[key]

@@ -75,6 +75,7 @@ def test_parts_of_the_time() -> None:
     assert result.in_steps == 20  # the other 5 s of denoising are the first step's
     assert result.overhead(5) == 0.5
     assert result.total(40) == 40 + 35 * 4
+    assert result.next_overhead(5) == pytest.approx(1 - 20 / (40 - 7 - 1.5))
     assert result.overhead(40) == pytest.approx(20 / 180)
 
 
