@@ -12,9 +12,8 @@ and would let each of ours wait for 5 ms at a time.
 from __future__ import annotations
 
 import os
-from contextlib import ExitStack
-from types import TracebackType
-from typing import Self
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import Tensor
@@ -26,11 +25,18 @@ LEAST_NBYTES = 1 << 20  # less than this is sent as it is
 THREADS = 8
 
 
-class Courier:
-    """Copies tensors to one device, in the order of its current stream; a context manager.
+@contextmanager
+def courier_to(device: torch.device) -> Iterator[Courier]:
+    """A courier to a device. The calling thread's operations on the CPU are split over THREADS."""
+    threads = min(THREADS, len(os.sched_getaffinity(0)))
+    with torch_threads(threads) if device.type == "cuda" else nullcontext():
+        yield Courier(device)
 
-    All use is from one thread, whose operations on the CPU are split over THREADS meanwhile. Host
-    memory: two buffers, which torch keeps for the next courier.
+
+class Courier:
+    """Copies tensors to one device, in the order of its current stream; from `courier_to`.
+
+    All use is from one thread. Host memory: two buffers, which torch keeps for the next courier.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -39,22 +45,6 @@ class Courier:
         self._buffers: list[Tensor] = []
         self._left = [torch.cuda.Event() for _ in range(2)] if self._gpu else []  # type: ignore[no-untyped-call]
         self._turn = 0
-        self._stack = ExitStack()
-
-    def __enter__(self) -> Self:
-        if self._gpu:
-            threads = min(THREADS, len(os.sched_getaffinity(0)))
-            self._stack.enter_context(torch_threads(threads))
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._stack.close()
-        self._buffers.clear()
 
     def deliver(self, tensor: Tensor) -> Tensor:
         """A copy on the device."""

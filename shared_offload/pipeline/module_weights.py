@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from shared_offload.errors import CheckpointError, raise_all
-from shared_offload.pipeline.courier import Courier
+from shared_offload.pipeline.courier import courier_to
 from shared_offload.pipeline.quantised import Fp8Linear
 from shared_offload.pipeline.weight_faults import SCALE_SUFFIX, faults
 
@@ -57,7 +57,7 @@ def assign(
         _place_fp8(module, name, plain, scale.to(device, torch.float32), device, dtype)
     if cast_later:
         setattr(module, _DTYPE, dict.fromkeys(plain, dtype))
-    with Courier(device) as courier:
+    with courier_to(device) as courier:
         for name, tensor in plain.items():
             key = id(tensor)
             if key not in moved:
@@ -80,7 +80,7 @@ def move(module: nn.Module, device: torch.device) -> None:
     home: dict[str, Tensor] = module.__dict__.setdefault(_HOME, {})
     dtypes: dict[str, torch.dtype] = getattr(module, _DTYPE, {})
     moved: dict[tuple[int | str, int], Tensor] = {}
-    with Courier(device) as courier:
+    with courier_to(device) as courier:
         for name, tensor in (*module.named_parameters(), *module.named_buffers()):
             place = (tensor.data_ptr() or name, tensor.nbytes)  # an empty one has no address
             if tensor.device == _HOST and device != _HOST:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from shared_offload.errors import CheckpointError
 from shared_offload.pipeline import libraries, module_weights
-from shared_offload.pipeline.courier import Courier
+from shared_offload.pipeline.courier import courier_to
 from shared_offload.pipeline.module_weights import OnBytes, told_to_nobody
 from shared_offload.pipeline.passing import Passage
 from shared_offload.weights.pth import load_pth
@@ -119,7 +119,7 @@ class TextEncoder:
         """What the model does, but each layer for all prompts before the next one."""
         stack = self._model.encoder
         rows_1ED = [self._model.shared(tokens).to(device) for tokens in tokens_1E]
-        with Courier(device) as courier:
+        with courier_to(device) as courier:
             passage = Passage(device, courier)
             for layer in (*stack.block, stack.final_layer_norm):
                 with passage.lend(layer):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from shared_offload.pipeline import courier
-from shared_offload.pipeline.courier import Courier
+from shared_offload.pipeline.courier import courier_to
 
 CPU = torch.device("cpu")
 
@@ -19,7 +19,7 @@ def test_pieces_make_the_whole(monkeypatch, tmp_path, nbytes: int) -> None:
     torch.save({"w": torch.randint(0, 256, (nbytes,), dtype=torch.uint8)}, path)
     mapped = torch.load(path, mmap=True, weights_only=True)["w"]
     target = torch.zeros_like(mapped)
-    with Courier(CPU) as sender:
+    with courier_to(CPU) as sender:
         for _ in range(2):
             target.zero_()
             sender._send(mapped, target)
@@ -41,7 +41,7 @@ def test_what_arrives_on_a_gpu() -> None:
     ]
     kept = [source.clone() for source in sources]
     for inference in (False, True):
-        with torch.inference_mode(inference), Courier(device) as sender:
+        with torch.inference_mode(inference), courier_to(device) as sender:
             sent = []
             for source in sources:
                 sent.append(sender.deliver(source))
