@@ -102,7 +102,7 @@ def self_attention(
     qkv = (
         _normed_to(out.place(0), q, w["self_attn.norm_q.weight"], inputs),
         _normed_to(out.place(1), k, w["self_attn.norm_k.weight"], inputs),
-        _copied_to(out.place(2), v),
+        _moved_to(out.place(2), v, inputs),
     )
     heads = out.send(qkv, inputs.tokens)
     del y, q, k, v, qkv, out  # gigabytes, while another branch runs
@@ -192,10 +192,11 @@ def _normed_to(
     return x_BLNH if place_BLPMH is None else place
 
 
-def _copied_to(place_BLPMH: Tensor | None, x_BLNH: Tensor) -> Tensor:
+def _moved_to(place_BLPMH: Tensor | None, x_BLNH: Tensor, inputs: BlockInputs) -> Tensor:
     if place_BLPMH is None:
         return x_BLNH
-    return place_BLPMH.copy_(x_BLNH.view(place_BLPMH.shape))
+    do, x_BLD = inputs.operations, x_BLNH.flatten(2)
+    return do.heads(x_BLD, None, inputs.eps, inputs.heads, None, place_BLPMH)
 
 
 def _heads(x_BLD: Tensor, inputs: BlockInputs) -> Tensor:

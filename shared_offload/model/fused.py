@@ -107,7 +107,7 @@ class Fused:
     def heads(
         self,
         x_BLD: Tensor,
-        norm_D: Tensor,
+        norm_D: Tensor | None,
         eps: float,
         heads: int,
         rope: RopeTable | None,
@@ -119,11 +119,12 @@ class Fused:
         if out is None:
             shape = (batch, tokens, 1, heads, width // heads)
             out = torch.empty(shape, dtype=x_BLD.dtype, device=x_BLD.device)
-        cos, sin = (norm_D, norm_D) if rope is None else rope
+        weight = x_MD if norm_D is None else norm_D  # a kernel takes no None
+        cos, sin = (weight, weight) if rope is None else rope
         n_block, h_block = (triton.next_power_of_2(n) for n in (heads, width // heads))
         kernels.heads[(batch * tokens,)](
             x_MD,
-            norm_D,
+            weight,
             cos,
             sin,
             out,
@@ -136,6 +137,7 @@ class Fused:
             H=width // heads,
             N_BLOCK=n_block,
             H_BLOCK=h_block,
+            NORMED=norm_D is not None,
             TURNED=rope is not None,
             num_warps=_warps(n_block * h_block),
         )
@@ -186,6 +188,7 @@ def _agreements(device: torch.device) -> Iterator[tuple[str, bool]]:
             "gelu": lambda do: do.gelu(x, weight),  # noqa: B023
             "total": lambda do: do.total([x, y], weight),  # noqa: B023
             "heads": lambda do: do.heads(x, scale, 1e-6, 4, rope),
+            "move": lambda do: do.heads(x, None, 1e-6, 4, None),
             "add": lambda do: do.add(x, y, scale),
         }
         for name, run in runs.items():

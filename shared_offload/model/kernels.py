@@ -118,6 +118,7 @@ def heads(
     H: tl.constexpr,
     N_BLOCK: tl.constexpr,
     H_BLOCK: tl.constexpr,
+    NORMED: tl.constexpr,
     TURNED: tl.constexpr,
 ):
     """A row of the output is in parts of M heads that lie apart."""
@@ -127,8 +128,9 @@ def heads(
     mask = (n < N) & (h < H)
     columns = n * H + h
     y = tl.load(x + row * x_stride + columns, mask=mask, other=0.0).to(tl.float32)
-    mean = tl.sum(tl.sum(y * y, axis=1), axis=0) / (N * H)
-    y = y * tl.rsqrt(mean + eps) * tl.load(weight + columns, mask=mask, other=0.0)
+    if NORMED:
+        mean = tl.sum(tl.sum(y * y, axis=1), axis=0) / (N * H)
+        y = y * tl.rsqrt(mean + eps) * tl.load(weight + columns, mask=mask, other=0.0)
     token = row % tokens
     if TURNED:
         pair = tl.arange(0, H_BLOCK // 2)[None, :]

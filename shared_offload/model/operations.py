@@ -45,13 +45,14 @@ class Operations(Protocol):
     def heads(
         self,
         x_BLD: Tensor,
-        norm_D: Tensor,
+        norm_D: Tensor | None,
         eps: float,
         heads: int,
         rope: RopeTable | None,
         place_BLPMH: Tensor | None = None,
     ) -> Tensor:
-        """RMS-normed over D, split into heads and turned by `rope`: (B, L, N, H) in x's dtype.
+        """RMS-normed over D if there is a norm, split into heads and turned by `rope` if there is
+        one: (B, L, N, H) in x's dtype.
 
         Written to `place_BLPMH` where there is one, which is then returned; N is P times M.
         """
@@ -78,13 +79,14 @@ class Plain:
     def heads(
         self,
         x_BLD: Tensor,
-        norm_D: Tensor,
+        norm_D: Tensor | None,
         eps: float,
         heads: int,
         rope: RopeTable | None,
         place_BLPMH: Tensor | None = None,
     ) -> Tensor:
-        y_BLNH = rms_norm(x_BLD, norm_D, eps).view(*x_BLD.shape[:-1], heads, -1)
+        y_BLD = x_BLD if norm_D is None else rms_norm(x_BLD, norm_D, eps)
+        y_BLNH = y_BLD.view(*x_BLD.shape[:-1], heads, -1)
         out_BLNH = (y_BLNH if rope is None else rotate(y_BLNH, rope)).to(x_BLD.dtype)
         if place_BLPMH is None:
             return out_BLNH
