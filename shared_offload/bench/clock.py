@@ -16,6 +16,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from shared_offload.report.tables import print_table
+
 COPIES = 5
 GB = 1e9
 COPY_NBYTES = {"cuda": 1 << 28, "cpu": 1 << 24}
@@ -97,7 +99,7 @@ def copy_rate(device: torch.device, *, pinned: bool) -> float:
 
 def publish(table: Table, document: object, path: Path | None) -> None:
     """Print the table; write the figures where a file is asked for."""
-    Console().print(table)
+    print_table(table, Console())
     if path is not None:
         path.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
 

@@ -35,6 +35,7 @@ from shared_offload.memory.tensor import as_tensor
 from shared_offload.ranks.devices import pci_id
 from shared_offload.ranks.facts import member_facts
 from shared_offload.report.arena_table import arena_table
+from shared_offload.report.tables import print_table
 
 WAYS = ("read-only", "writable")
 BLOCK_NBYTES = 386 << 20  # a block of Wan 14B in FP8, in whole 2 MiB pages
@@ -101,7 +102,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(args: argparse.Namespace) -> int:
     """Both rounds, as tables on stdout; 0 when every block arrived intact."""
-    console = Console(width=140, soft_wrap=False)
+    console = Console()
     ways = WAYS if args.way == "both" else (args.way,)
     good = True
     for way in ways:
@@ -112,8 +113,8 @@ def run(args: argparse.Namespace) -> int:
             device=args.device,
             way=way,
         )
-        console.print(arena_table(arenas))
-        console.print(result_table(way, results, arenas[0]["nbytes"]))
+        print_table(arena_table(arenas), console)
+        print_table(result_table(way, results, arenas[0]["nbytes"]), console)
         good = good and all(result.equal for result in results)
     return 0 if good else 1
 

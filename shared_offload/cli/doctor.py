@@ -34,6 +34,7 @@ from shared_offload.ranks.devices import (
     visible_gpu_count,
 )
 from shared_offload.ranks.facts import visible_devices_variable
+from shared_offload.report.tables import print_table
 
 ARENA_GB = 16.19  # the blocks of I2V 14B in FP8
 SHMEM_HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
@@ -66,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
     for name, value in (*_software(), *_gpus(), *_memory(limits), *_kernel(limits)):
         table.add_row(name, value)
     console = Console()
-    console.print(table)
+    print_table(table, console)
     problems = _problems(limits, round(args.arena_gb * 1e9))
     for problem in problems:
         console.print(str(problem), markup=False, soft_wrap=True)

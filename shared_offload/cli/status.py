@@ -15,6 +15,7 @@ from rich.table import Table
 from shared_offload.errors import OffloadError
 from shared_offload.memory.limits import gib
 from shared_offload.report.progress import clock
+from shared_offload.report.tables import print_table
 from shared_offload.server.census import arenas
 from shared_offload.server.client import places, send
 
@@ -47,7 +48,10 @@ def run(args: argparse.Namespace) -> int:
         console.print(_sentence(server), soft_wrap=True)
     if not servers:
         console.print("no weight server")
-    console.print(_table(rows) if rows else "no arenas")
+    if rows:
+        print_table(_table(rows), console)
+    else:
+        console.print("no arenas")
     return 0
 
 

@@ -22,6 +22,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from shared_offload.report.tables import print_table
+
 WorkUnit = Literal["B", "step", "it"]
 
 SCALES = ((10**12, "TB"), (10**9, "GB"), (10**6, "MB"), (10**3, "kB"), (1, "B"))
@@ -192,7 +194,7 @@ class Progress:
         """A rich table."""
         if self.enabled:
             with suppress(OSError):
-                self._console.print(table)
+                print_table(table, self._console)
 
     def warn(self, line: str) -> None:
         """One line that starts with `warning:`."""
