@@ -17,13 +17,13 @@ from tests.reference.options import FP8, OFFLOAD, PHASES
 from tests.reference.pictures import SIZE, picture
 
 DEMO = Path(__file__).parents[2] / "assets" / "demo"
-GUIDED = {"enable_cfg": True, "sample_guide_scale": 2, "infer_steps": 10}
+GUIDED = {"enable_cfg": True, "sample_guide_scale": 2, "infer_steps": 6}
 FEW = {"model_cls": "wan2.1_distill", "denoising_step_list": [1000, 750, 500, 250]}
 NEGATIVE = {**GUIDED, "negative_prompt": "blurry, static, low quality"}
 KINDS: Mapping[str, Mapping[str, Any]] = {
     "four steps": FEW,  # a second for each video, where guided ones take two
     "guided": GUIDED,
-    "unguided": {"infer_steps": 10},
+    "unguided": {"infer_steps": 6},
     "negative prompt": NEGATIVE,
     "phase": {**FEW, **OFFLOAD, **PHASES},
     "disk": {**FEW, **OFFLOAD, "lazy_load": True},
