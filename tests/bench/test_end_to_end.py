@@ -43,7 +43,7 @@ def test_stages_of_a_run_add_up_to_its_time(tmp_path, capsys) -> None:
     assert metadata["infer_steps"] == metadata["streaming"]["steps"] == 3
     assert metadata["enable_cfg"] and metadata["cpu_offload"] and metadata["dit_quantized"]
     assert figures["step"] == metadata["streaming"]["step_seconds_median"]
-    assert 3 * figures["step"] < stages["denoise"] * 1.01
+    assert 2 * figures["step"] < stages["denoise"] * 1.01  # two of three take the median or more
     assert figures["full_total"] == pytest.approx(figures["wall"] + 37 * figures["per_step"])
     table = capsys.readouterr().out
     assert "measured" in table and "40 steps, extrapolated" in table

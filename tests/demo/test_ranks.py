@@ -16,8 +16,7 @@ DRIVER = Path(__file__).parents[1] / "multirank" / "driver.py"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("task", ["t2v", "i2v"])
+@pytest.mark.parametrize(("task", "world"), [("t2v", 2), ("i2v", 4)])
 def test_ranks_that_share_an_arena(pictures, tmp_path, task: str, world: int) -> None:
     images = [str(path) if task == "i2v" else None for path in pictures]
     requests = [
