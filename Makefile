@@ -21,7 +21,9 @@ APART := multirank numa ranks server bench/test_register.py memory/test_kills.py
 TWO := -n 2 --dist loadfile --no-loadscope-reorder
 IF_APART := $(shell unshare --ipc true 2>/dev/null && echo "$(TWO)")
 # Not in `make quick` either.
-LONG := demo matrix tools bench/test_end_to_end.py pipeline/test_ready_configs.py streaming/test_disk.py
+LONG := bench demo matrix tools pipeline/test_against_diffusers.py pipeline/test_libraries.py \
+	pipeline/test_ready_configs.py pipeline/test_vae_fast.py pipeline/test_vae_sweep.py \
+	streaming/test_disk.py synth/test_models.py test_startup.py
 TOGETHER := $(TWO) $(addprefix --ignore=tests/,$(APART))
 
 test: setup check  ## all tests (15 minutes on 2 cores)
