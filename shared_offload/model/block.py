@@ -100,9 +100,9 @@ def self_attention(
     q, k, v = (_heads(part, inputs) for part in linears(y, w, _QKV))
     out = inputs.exchange.outgoing(x_BLD, inputs.heads)
     qkv = (
-        _normed_to(out.place(0), q, w["self_attn.norm_q.weight"], inputs),
-        _normed_to(out.place(1), k, w["self_attn.norm_k.weight"], inputs),
-        _moved_to(out.place(2), v, inputs),
+        _placed(out.place(0), q, inputs, w["self_attn.norm_q.weight"], inputs.rope),
+        _placed(out.place(1), k, inputs, w["self_attn.norm_k.weight"], inputs.rope),
+        _placed(out.place(2), v, inputs),
     )
     heads = out.send(qkv, inputs.tokens)
     del y, q, k, v, qkv, out  # gigabytes, while another branch runs
@@ -182,21 +182,20 @@ def _modulation(modulation_13D: Tensor, e0_3D: Tensor) -> tuple[Tensor, Tensor, 
     return shift, scale, gate
 
 
-def _normed_to(
-    place_BLPMH: Tensor | None, x_BLNH: Tensor, norm_D: Tensor, inputs: BlockInputs
+def _placed(
+    place_BLPMH: Tensor | None,
+    x_BLNH: Tensor,
+    inputs: BlockInputs,
+    norm_D: Tensor | None = None,
+    rope: RopeTable | None = None,
 ) -> Tensor:
-    """q or k normed and turned, there or where it is: nobody needs it as it was."""
-    place = x_BLNH.unsqueeze(2) if place_BLPMH is None else place_BLPMH
-    rope, heads = inputs.rope, inputs.heads
-    inputs.operations.heads(x_BLNH.flatten(2), norm_D, inputs.eps, heads, rope, place)
-    return x_BLNH if place_BLPMH is None else place
-
-
-def _moved_to(place_BLPMH: Tensor | None, x_BLNH: Tensor, inputs: BlockInputs) -> Tensor:
-    if place_BLPMH is None:
+    """q, k or v, normed and turned or as it is, there or where it is: nobody needs it as it was."""
+    if place_BLPMH is None and norm_D is None:
         return x_BLNH
-    do, x_BLD = inputs.operations, x_BLNH.flatten(2)
-    return do.heads(x_BLD, None, inputs.eps, inputs.heads, None, place_BLPMH)
+    place = x_BLNH.unsqueeze(2) if place_BLPMH is None else place_BLPMH
+    do, heads = inputs.operations, inputs.heads
+    do.heads(x_BLNH.flatten(2), norm_D, inputs.eps, heads, rope, place)
+    return x_BLNH if place_BLPMH is None else place
 
 
 def _heads(x_BLD: Tensor, inputs: BlockInputs) -> Tensor:

@@ -40,26 +40,32 @@ class Courier:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self.device = device
         self._gpu = device.type == "cuda"
         self._buffers: list[Tensor] = []
         self._left = [torch.cuda.Event() for _ in range(2)] if self._gpu else []  # type: ignore[no-untyped-call]
         self._turn = 0
 
     def deliver(self, tensor: Tensor) -> Tensor:
-        """A copy on the device."""
-        target = torch.empty_like(tensor, device=self._device)
+        """The tensor on the device: a copy, unless it is there."""
+        if not self._needs_buffers(tensor):
+            return tensor.to(self.device)
+        target = torch.empty_like(tensor, device=self.device)
         self.copy(tensor, target)
         return target
 
     def copy(self, source: Tensor, target: Tensor) -> None:
-        """`source` to `target`, of its shape and dtype; the host may change `source` afterwards."""
-        direct = not self._gpu or source.device.type != "cpu" or source.is_pinned()
-        whole = source.is_contiguous() and target.is_contiguous()
-        if direct or not whole or source.nbytes < LEAST_NBYTES:
-            target.copy_(source)
-        else:
+        """`source` to `target`, of its shape, dtype and strides; the host may change `source`
+        afterwards.
+        """
+        if self._needs_buffers(source):
             self._send(_bytes_of(source), _bytes_of(target))
+        else:
+            target.copy_(source)
+
+    def _needs_buffers(self, source: Tensor) -> bool:
+        large = source.nbytes >= LEAST_NBYTES and source.is_contiguous()
+        return self._gpu and large and source.device.type == "cpu" and not source.is_pinned()
 
     def _send(self, source: Tensor, target: Tensor) -> None:
         for start in range(0, source.numel(), CHUNK_NBYTES):
@@ -67,7 +73,7 @@ class Courier:
             buffer = self._emptied()[: part.numel()]
             place.copy_(buffer.copy_(part), non_blocking=True)
             if self._gpu:
-                self._left[self._turn].record(torch.cuda.current_stream(self._device))
+                self._left[self._turn].record(torch.cuda.current_stream(self.device))
             self._turn = 1 - self._turn
 
     def _emptied(self) -> Tensor:

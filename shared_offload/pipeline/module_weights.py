@@ -18,7 +18,6 @@ from shared_offload.pipeline.courier import courier_to
 from shared_offload.pipeline.quantised import Fp8Linear
 from shared_offload.pipeline.weight_faults import SCALE_SUFFIX, faults
 
-CAST_THERE_NBYTES = 256 << 20  # larger weights are cast by the host, which has the room
 OnBytes = Callable[[int], None]
 _HOST = torch.device("cpu")
 _HOME = "weights_in_host_memory"  # attribute of a module that is elsewhere, or was
@@ -61,10 +60,7 @@ def assign(
         for name, tensor in plain.items():
             key = id(tensor)
             if key not in moved:
-                small = tensor.nbytes <= CAST_THERE_NBYTES
-                ready = tensor if cast_later or small else tensor.to(dtype)
-                there = ready if device == _HOST else courier.deliver(ready)
-                moved[key] = there if cast_later else there.to(dtype)
+                moved[key] = courier.deliver(tensor if cast_later else tensor.to(dtype))
                 on_bytes(tensor.nbytes)
             plain[name] = moved[key]
     module.requires_grad_(False).eval()
@@ -78,7 +74,7 @@ def move(module: nn.Module, device: torch.device) -> None:
     writes weights, so there is nothing to copy, and a file's memory map stays one.
     """
     home: dict[str, Tensor] = module.__dict__.setdefault(_HOME, {})
-    dtypes: dict[str, torch.dtype] = getattr(module, _DTYPE, {})
+    dtypes: dict[str, torch.dtype] = {} if device == _HOST else getattr(module, _DTYPE, {})
     moved: dict[tuple[int | str, int], Tensor] = {}
     with courier_to(device) as courier:
         for name, tensor in (*module.named_parameters(), *module.named_buffers()):
@@ -86,12 +82,9 @@ def move(module: nn.Module, device: torch.device) -> None:
             if tensor.device == _HOST and device != _HOST:
                 home[name] = tensor.data
             if place not in moved:
-                if device == _HOST and name in home:
-                    moved[place] = home[name]
-                elif tensor.device == _HOST != device:
-                    moved[place] = courier.deliver(tensor.data).to(dtypes.get(name, tensor.dtype))
-                else:
-                    moved[place] = tensor.data.to(device)
+                returns = device == _HOST and name in home
+                there = home[name] if returns else courier.deliver(tensor.data)
+                moved[place] = there.to(dtypes.get(name, there.dtype))
             tensor.data = moved[place]
 
 

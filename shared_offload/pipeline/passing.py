@@ -27,9 +27,8 @@ class Passage:
     All use is from one thread and one stream, in whose order weights are overwritten.
     """
 
-    def __init__(self, device: torch.device, courier: Courier) -> None:
-        """`courier`: one to the device."""
-        self._device = device
+    def __init__(self, courier: Courier) -> None:
+        """Through the device that the courier goes to."""
         self._courier = courier
         self._places: dict[Kind, Tensor] = {}
 
@@ -51,5 +50,5 @@ class Passage:
     def _place(self, name: str, host: Tensor) -> Tensor:
         kind = (name, host.dtype, host.shape)
         if kind not in self._places:
-            self._places[kind] = torch.empty_like(host, device=self._device)
+            self._places[kind] = torch.empty_like(host, device=self._courier.device)
         return self._places[kind]

@@ -112,8 +112,6 @@ class Runner:
         condition: Tensor | None = None
         if self.is_first:
             with self._vae.use() as vae:
-                if self.device.type == "cuda":
-                    vae.encode_room = encode_room(self.settings, self.inventory, vae.nbytes)
                 condition = conditioning.i2v_condition(vae, frame_3HW, frames)
         return self.ranks.broadcast_tensor(condition)
 
@@ -261,12 +259,15 @@ class Runner:
                 )
 
         def vae(device: torch.device) -> Vae:
-            return Vae.load(
+            made = Vae.load(
                 files.vae,
                 device=device,
                 dtype=torch_dtype(settings.vae_dtype),
                 tiling=settings.use_tiling_vae,
             )
+            if kind == "cuda":
+                made.encode_room = encode_room(settings, files, made.nbytes)
+            return made
 
         unload = settings.unload_modules
         # Other ranks only decode: rather than a host copy each, they read it again from the file.

@@ -120,7 +120,7 @@ class TextEncoder:
         stack = self._model.encoder
         rows_1ED = [self._model.shared(tokens).to(device) for tokens in tokens_1E]
         with courier_to(device) as courier:
-            passage = Passage(device, courier)
+            passage = Passage(courier)
             for layer in (*stack.block, stack.final_layer_norm):
                 with passage.lend(layer):
                     outputs = [layer(rows) for rows in rows_1ED]

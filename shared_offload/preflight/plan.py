@@ -10,9 +10,7 @@ from shared_offload.weights.architecture import PATCH, Architecture, non_block_s
 
 VAE_STRIDE = (4, 8, 8)  # frames, rows and columns of the video that make one latent
 VAE_CHANNELS = 96  # of the decoder's last layers, at full resolution
-
-
-ACTIVATIONS = "activations or VAE"
+ACTIVATIONS = "activations or VAE"  # a part of the plan
 
 
 def gpu_plan(
