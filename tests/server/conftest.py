@@ -132,12 +132,13 @@ class Stage:
             time.sleep(0.01)
 
     def until_filling(self) -> None:
+        """A model is held a moment before its segment exists: until that is there too."""
         self.until_listening()
-        while not self.held():
+        while not any(segment is not None for segment in self.held().values()):
             time.sleep(0.01)
 
-    def held(self) -> dict[str, int]:
-        """Segments by the name of what the server holds."""
+    def held(self) -> dict[str, int | None]:
+        """Segments, where there are any yet, by the name of what the server holds."""
         with self.ask(op="status") as connection:
             connection.receive()
             found = {}
