@@ -19,6 +19,7 @@ from shared_offload.streaming.streamer import SLOTS
 from shared_offload.weights.architecture import Architecture, read_architecture
 from shared_offload.weights.checkpoint import Checkpoint, open_checkpoint
 from shared_offload.weights.lora import Loaded, LoraFile, with_loras
+from shared_offload.weights.pth import check_pth
 
 T = TypeVar("T")
 _DTYPES = {"BF16": torch.bfloat16, "FP16": torch.float16, "FP32": torch.float32}
@@ -83,10 +84,10 @@ def survey_files(settings: Settings) -> Survey:
     for name in dict.fromkeys((settings.self_attn_1_type, settings.cross_attn_1_type)):
         attempt(partial(check_attention_name, name))
     arch = attempt(lambda: read_architecture(settings.model_path))
-    t5 = attempt(lambda: t5_file(settings))
+    t5 = attempt(lambda: _whole(t5_file(settings)))
     tokenizer = attempt(lambda: tokenizer_folder(settings))
-    clip = attempt(lambda: clip_file(settings)) if settings.task == "i2v" else None
-    vae = attempt(lambda: vae_file(settings))
+    clip = attempt(lambda: _whole(clip_file(settings))) if settings.task == "i2v" else None
+    vae = attempt(lambda: _whole(vae_file(settings)))
     loaded = attempt(partial(_index, settings, arch, errors)) if arch else None
     if loaded and settings.lazy_load:
         attempt(partial(ring_plan, settings, loaded.checkpoint))
@@ -103,6 +104,12 @@ def survey_files(settings: Settings) -> Survey:
         notes=loaded.notes,
     )
     return Survey(arch=arch, inventory=files, errors=())
+
+
+def _whole(path: Path) -> Path:
+    if path.is_file():  # the VAE may be a folder in diffusers' form
+        check_pth(path)
+    return path
 
 
 def index_dit(settings: Settings) -> Loaded:

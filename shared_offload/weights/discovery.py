@@ -9,12 +9,17 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from shared_offload.errors import CheckpointError
-from shared_offload.weights.files import bounded_names, impostor_error, unreadable
+from shared_offload.weights.files import (
+    bounded_names,
+    impostor_error,
+    unfinished_error,
+    unreadable,
+)
 
 INDEX_SUFFIX = ".safetensors.index.json"
 NON_BLOCK_FILE = "non_block.safetensors"
@@ -106,7 +111,7 @@ def _from_file(path: Path) -> FileSet:
             hint="convert it first, or give the folder of the official release",
             path=str(path),
         )
-    return FileSet(path, (path,), (), {}, tuple(_unfinished(path.parent, [path.name])))
+    return FileSet(path, (path,), (), {}, tuple(_unfinished([path])))
 
 
 def _single(folder: Path, names: list[str]) -> FileSet:
@@ -177,7 +182,8 @@ def _file_set(
 ) -> FileSet:
     files = [name for name in wanted if (folder / name).is_file()]
     absent = [name for name in wanted if name not in files]
-    problems = _unfinished(folder, files) + [_missing_file(folder, name) for name in absent]
+    problems = _unfinished(folder / name for name in files)
+    problems += [_missing_file(folder, name) for name in absent]
     stray = [name for name in names if name not in wanted]
     if stray:
         rule = "only files that the index names" if index else f"only {bounded_names(wanted, 2)}"
@@ -207,14 +213,5 @@ def _missing_file(folder: Path, name: str) -> CheckpointError:
     )
 
 
-def _unfinished(folder: Path, files: list[str]) -> list[CheckpointError]:
-    # aria2 gives a file its full size at once and keeps this note until all of it has arrived.
-    return [
-        CheckpointError(
-            f"{folder / name} is still being downloaded: {name}.aria2 exists",
-            hint="let aria2 finish, then start again",
-            path=str(folder / name),
-        )
-        for name in files
-        if (folder / f"{name}.aria2").exists()
-    ]
+def _unfinished(paths: Iterable[Path]) -> list[CheckpointError]:
+    return [error for error in map(unfinished_error, paths) if error is not None]

@@ -65,6 +65,18 @@ def impostor_error(path: Path, head: bytes) -> CheckpointError | None:
     )
 
 
+def unfinished_error(path: Path) -> CheckpointError | None:
+    """The error for a file that aria2 has not yet fetched all of, whatever its size says."""
+    note = path.with_name(path.name + ".aria2")  # kept until everything has arrived
+    if not note.exists():
+        return None
+    return CheckpointError(
+        f"{path} is still being downloaded: {note.name} exists",
+        hint="let aria2 finish, then start again",
+        path=str(path),
+    )
+
+
 def read_head(path: Path) -> bytes:
     """The first bytes of a file, enough for `impostor_error`; raises CheckpointError."""
     try:

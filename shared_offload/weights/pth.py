@@ -14,7 +14,13 @@ from pathlib import Path
 import torch
 
 from shared_offload.errors import CheckpointError, OutputError
-from shared_offload.weights.files import bounded_names, impostor_error, read_head, unreadable
+from shared_offload.weights.files import (
+    bounded_names,
+    impostor_error,
+    read_head,
+    unfinished_error,
+    unreadable,
+)
 from shared_offload.weights.writer import PARTIAL
 
 _LEGACY_MAGIC = b"\x80"  # a pickle: torch.save before 1.6
@@ -27,15 +33,7 @@ def load_pth(path: Path) -> dict[str, torch.Tensor]:
     They are mapped from the file, copy on write: pages are read when they are first used, so peak
     memory is what is touched. The file must not be changed while they live. Raises CheckpointError.
     """
-    head = read_head(path)
-    if impostor := impostor_error(path, head):
-        raise impostor
-    mapped = head.startswith(_ZIP_MAGIC)
-    if not mapped and not head.startswith(_LEGACY_MAGIC):
-        raise _damaged(path, f"its first bytes are {head[:8]!r}", "a file written by torch.save")
-    if mapped and not zipfile.is_zipfile(path):
-        size = path.stat().st_size
-        raise _damaged(path, f"it has {size} bytes and no end: it is truncated", "a whole archive")
+    mapped = check_pth(path)
     try:
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except pickle.UnpicklingError as error:
@@ -47,6 +45,24 @@ def load_pth(path: Path) -> dict[str, torch.Tensor]:
         reason = str(error).split("\n", 1)[0]
         raise _damaged(path, reason, "a file written by torch.save") from error
     return _tensors(path, content)
+
+
+def check_pth(path: Path) -> bool:
+    """Whether a file can be mapped; CheckpointError if it is not whole, or is something else.
+
+    Reads its two ends and takes no time, so that a file of half a download is told before anything
+    is loaded.
+    """
+    head = read_head(path)
+    if wrong := impostor_error(path, head) or unfinished_error(path):
+        raise wrong
+    archive = head.startswith(_ZIP_MAGIC)
+    if not archive and not head.startswith(_LEGACY_MAGIC):
+        raise _damaged(path, f"its first bytes are {head[:8]!r}", "a file written by torch.save")
+    if archive and not zipfile.is_zipfile(path):
+        size = path.stat().st_size
+        raise _damaged(path, f"it has {size} bytes and no end: it is truncated", "a whole archive")
+    return archive
 
 
 def save_pth(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
