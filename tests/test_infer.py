@@ -266,6 +266,16 @@ DAMAGES: dict[str, tuple[dict, Callable[[Copy], Any], tuple[str, ...]]] = {
         ("Wan2.1_VAE.pth", "aria2"),
     ),
     "no .pth": ({}, lambda c: (c.folder / T5).unlink(), (T5,)),
+    "lfs tokenizer": (
+        {},
+        lambda c: c.write("google/umt5-xxl/tokenizer.json", LFS),
+        ("tokenizer.json", "LFS"),
+    ),
+    "no tokenizer.json": (
+        {},
+        lambda c: (c.folder / "google/umt5-xxl/tokenizer.json").unlink(),
+        ("tokenizer.json", "umt5-xxl"),
+    ),
     "no tokenizer": ({}, lambda c: (c.folder / "google").rename(c.folder / "x"), ("umt5-xxl",)),
 }
 

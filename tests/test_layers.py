@@ -41,7 +41,7 @@ FENCED: dict[str, tuple[str, ...]] = {
     "transformers": ("pipeline/libraries.py",),
     "diffusers": ("pipeline/libraries.py",),
     "av": ("pipeline/libraries.py",),
-    "tokenizers": ("synth/",),
+    "tokenizers": ("synth/", "pipeline/libraries.py"),
     "triton": ("model/fused.py", "model/kernels.py", "model/operations.py"),
 }
 # Who may import by name, and so when it likes: libraries that take seconds, the one command that

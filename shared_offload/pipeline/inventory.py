@@ -14,6 +14,7 @@ from shared_offload.config import Settings, clip_file, dit_path, t5_file, tokeni
 from shared_offload.errors import ConfigError, OffloadError, Problems, raise_all
 from shared_offload.model.attention import check_attention_name
 from shared_offload.pipeline.disk_blocks import ring_plan
+from shared_offload.pipeline.text_encoder import tokenizer_file
 from shared_offload.preflight import gpu_plan
 from shared_offload.streaming.streamer import SLOTS
 from shared_offload.weights.architecture import Architecture, read_architecture
@@ -85,7 +86,7 @@ def survey_files(settings: Settings) -> Survey:
         attempt(partial(check_attention_name, name))
     arch = attempt(lambda: read_architecture(settings.model_path))
     t5 = attempt(lambda: _whole(t5_file(settings)))
-    tokenizer = attempt(lambda: tokenizer_folder(settings))
+    tokenizer = attempt(lambda: _with_tokenizer(tokenizer_folder(settings)))
     clip = attempt(lambda: _whole(clip_file(settings))) if settings.task == "i2v" else None
     vae = attempt(lambda: _whole(vae_file(settings)))
     loaded = attempt(partial(_index, settings, arch, errors)) if arch else None
@@ -110,6 +111,11 @@ def _whole(path: Path) -> Path:
     if path.is_file():  # the VAE may be a folder in diffusers' form
         check_pth(path)
     return path
+
+
+def _with_tokenizer(folder: Path) -> Path:
+    tokenizer_file(folder)
+    return folder
 
 
 def index_dit(settings: Settings) -> Loaded:

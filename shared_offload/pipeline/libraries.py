@@ -1,4 +1,4 @@
-"""transformers, diffusers and PyAV, which take seconds to import: imported when first used.
+"""tokenizers, transformers, diffusers and PyAV take seconds to import: imported when first used.
 
 `libraries.UMT5Config` is the class of that name, imported now if it was not before. Call `preload`
 when a run is known to be in order, and a thread imports ahead of time what the run will use. This
@@ -38,14 +38,18 @@ if TYPE_CHECKING:
     )
     from diffusers.models.autoencoders.autoencoder_kl_wan import WanRMS_norm as WanRMS_norm
     from diffusers.models.autoencoders.autoencoder_kl_wan import WanUpsample as WanUpsample
-    from transformers import AutoTokenizer as AutoTokenizer
+    from tokenizers import Tokenizer as Tokenizer
     from transformers import CLIPVisionConfig as CLIPVisionConfig
     from transformers import CLIPVisionModel as CLIPVisionModel
     from transformers import UMT5Config as UMT5Config
     from transformers import UMT5EncoderModel as UMT5EncoderModel
 
 # Name -> the module that has it, or that it is.
-TEXT = dict.fromkeys(("AutoTokenizer", "UMT5Config", "UMT5EncoderModel"), "transformers")
+TEXT = {
+    "Tokenizer": "tokenizers",
+    "UMT5Config": "transformers",
+    "UMT5EncoderModel": "transformers",
+}
 IMAGE = dict.fromkeys(("CLIPVisionConfig", "CLIPVisionModel"), "transformers")
 VAE = {
     "AutoencoderKLWan": "diffusers",

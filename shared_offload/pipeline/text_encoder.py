@@ -1,4 +1,4 @@
-"""Prompts to rows of text features: UMT5 from Wan's own .pth file, through transformers.
+"""Prompts to rows of text features: UMT5 from Wan's own files, through tokenizers and transformers.
 
 Invariant: only real tokens are encoded and returned (the end token included), so a prompt's rows
 depend neither on padding nor on the prompts beside it; the DiT pads with zeros. Nothing is looked
@@ -22,9 +22,10 @@ from shared_offload.pipeline import libraries, module_weights
 from shared_offload.pipeline.courier import courier_to
 from shared_offload.pipeline.module_weights import OnBytes, told_to_nobody
 from shared_offload.pipeline.passing import Passage
+from shared_offload.weights.files import impostor_error, read_head
 from shared_offload.weights.pth import load_pth
 
-TOKENIZER_FILES = ("tokenizer.json", "spiece.model")
+TOKENIZER_FILE = "tokenizer.json"
 BLOCK_NAMES = {  # Wan's name within blocks.N. -> transformers' within encoder.block.N.
     "norm1": "layer.0.layer_norm",
     "norm2": "layer.1.layer_norm",
@@ -49,7 +50,7 @@ class TextEncoder:
     def __init__(
         self,
         model: Any,  # noqa: ANN401  transformers has no types
-        tokenizer: Any,  # noqa: ANN401  the same
+        tokenizer: libraries.Tokenizer,
         *,
         text_len: int,
         source: Path,
@@ -58,7 +59,7 @@ class TextEncoder:
         self._model = model
         self._passing_through = passing_through
         self._tokenizer = tokenizer
-        self._text_len = text_len
+        self._tokenizer.enable_truncation(text_len)
         self._source = source
         self.dim: int = model.config.d_model
         self.nbytes = module_weights.count_bytes(model)
@@ -147,10 +148,7 @@ class TextEncoder:
         """(1, E) token ids, on the CPU."""
         if self._model is None:
             raise RuntimeError("the text encoder is closed")
-        encoded = self._tokenizer(
-            clean(prompt), max_length=self._text_len, truncation=True, add_special_tokens=True
-        )
-        ids: list[int] = encoded["input_ids"]
+        ids: list[int] = self._tokenizer.encode(clean(prompt)).ids
         vocabulary = self._model.config.vocab_size
         if not ids or max(ids) >= vocabulary:
             raise CheckpointError(
@@ -178,21 +176,44 @@ def clean(prompt: str) -> str:
     return re.sub(r"\s+", " ", unescaped.strip()).strip()
 
 
-def load_tokenizer(path: Path) -> Any:  # noqa: ANN401  transformers has no types
-    """The tokenizer of a local folder. Raises CheckpointError; never asks the network."""
-    if not any((path / name).is_file() for name in TOKENIZER_FILES):
+def tokenizer_file(folder: Path) -> Path:
+    """What `load_tokenizer` reads; CheckpointError if it is missing, a pointer or a web page."""
+    file = folder / TOKENIZER_FILE
+    if not file.is_file():
         raise CheckpointError(
-            f"there is no tokenizer in {path}",
-            expected=f"a folder with {' or '.join(TOKENIZER_FILES)}",
-            hint="it is google/umt5-xxl inside Wan's model folder; set t5_tokenizer_path otherwise",
-            path=str(path),
+            f"there is no {TOKENIZER_FILE} in {folder}",
+            expected="the folder google/umt5-xxl of Wan's release, with all its files",
+            hint="download it again, or set t5_tokenizer_path",
+            path=str(folder),
         )
+    if wrong := impostor_error(file, read_head(file)):
+        raise wrong
+    return file
+
+
+def load_tokenizer(path: Path) -> libraries.Tokenizer:
+    """The tokenizer of a folder, as its tokenizer.json says. Raises CheckpointError.
+
+    Not through transformers, whose class T5Tokenizer, the one that Wan's folder names, takes the
+    vocabulary alone since version 5: it maps no character to a simpler form, spells none in bytes,
+    and takes token 2 for the unknown one. In umT5 that is another, and Wan's Chinese negative
+    prompt is full of both.
+    """
+    file = tokenizer_file(path)
     try:
-        return libraries.AutoTokenizer.from_pretrained(path, local_files_only=True)
-    except Exception as error:  # the tokenizers library raises bare Exception for broken JSON
+        tokenizer = libraries.Tokenizer.from_file(str(file))
+        tokenizer.no_padding()
+        alone = tokenizer.encode("").tokens
+    except Exception as error:  # the library raises bare Exception, for broken JSON for one
+        raise CheckpointError(f"{file} cannot be read ({error})", path=str(file)) from error
+    if len(alone) != 1:
         raise CheckpointError(
-            f"the tokenizer in {path} cannot be read ({error})", path=str(path)
-        ) from error
+            f"{file} makes {len(alone)} tokens of an empty prompt: {alone}",
+            expected="the end token alone",
+            hint="is this umT5's tokenizer?",
+            path=str(file),
+        )
+    return tokenizer
 
 
 def read_config(tensors: Mapping[str, Tensor], path: Path) -> libraries.UMT5Config:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 from pathlib import Path
 
@@ -12,7 +13,8 @@ from transformers import PreTrainedTokenizerFast, UMT5Config, UMT5EncoderModel
 
 from shared_offload.errors import CheckpointError, Problems
 from shared_offload.pipeline.quantised import Fp8Linear
-from shared_offload.pipeline.text_encoder import TextEncoder, clean
+from shared_offload.pipeline.text_encoder import TextEncoder, clean, load_tokenizer
+from shared_offload.synth.tokenizer import write_tokenizer
 from shared_offload.weights.fp8 import quantise_weight
 
 TEXT_LEN = 16
@@ -228,6 +230,33 @@ def test_another_models_file(tokenizer_path, tmp_path) -> None:
     assert caught.value.facts["name"] == "token_embedding.weight"
 
 
+def test_tokens_are_those_of_the_file_whatever_class_its_folder_names(tmp_path) -> None:
+    """Wan's folder names T5Tokenizer, which in transformers 5 takes from the file its words alone.
+
+    The expected tokens are written down here: NFKC makes U+FF0C, the comma of Chinese writing, one
+    of ours, and what the vocabulary lacks is spelt in the bytes of UTF-8.
+    """
+    write_tokenizer(tmp_path)
+    file = tmp_path / "tokenizer_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "tokenizer_class": "T5Tokenizer"}))
+    tokenizer = load_tokenizer(tmp_path)
+
+    def spelt(character: str) -> list[str]:
+        return [f"<0x{byte:02X}>" for byte in character.encode()]
+
+    expected = ["▁A", "▁cat", ",", "▁", *spelt("帆"), *spelt("船"), "</s>"]
+    assert tokenizer.encode("A cat\uff0c 帆船").tokens == expected
+    assert tokenizer.encode("").tokens == ["</s>"]
+
+
+def test_a_tokenizer_without_an_end_is_told(tmp_path) -> None:
+    write_tokenizer(tmp_path)
+    file = tmp_path / "tokenizer.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "post_processor": None}))
+    with pytest.raises(CheckpointError, match="0 tokens of an empty prompt"):
+        load_tokenizer(tmp_path)
+
+
 def test_a_missing_tokenizer_is_told_before_weights_are_read(tmp_path) -> None:
     with pytest.raises(CheckpointError) as caught:
         load(tmp_path / "no.pth", tmp_path / "no" / "umt5-xxl")
@@ -238,7 +267,7 @@ def test_a_broken_tokenizer(tmp_path) -> None:
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(CheckpointError) as caught:
         load(tmp_path / "no.pth", tmp_path)
-    assert caught.value.facts["path"] == str(tmp_path)
+    assert caught.value.facts["path"] == str(tmp_path / "tokenizer.json")
 
 
 def test_a_tokenizer_of_another_model(tokenizer_path, library_model, tmp_path) -> None:

@@ -81,7 +81,7 @@ class Studio:
         tokenizer = self.work / TOKENIZER_FOLDER
         text.make_tokenizer(tokenizer)
         self.table = text.caption_table(tokenizer).to(self.device)
-        self.vocabulary = len(text.load_tokenizer(tokenizer))
+        self.vocabulary = text.load_tokenizer(tokenizer).get_vocab_size()
 
     def run(self) -> None:
         """Train, write, and say what was done."""

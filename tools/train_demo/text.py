@@ -38,7 +38,7 @@ def caption_table(folder: Path) -> Tensor:
 
 def token_ids(tokenizer: Any, prompts: Sequence[str]) -> Tensor:  # noqa: ANN401  no types
     """(B, E) ids of prompts that must fit."""
-    rows = [tokenizer(clean(prompt))["input_ids"] for prompt in prompts]
+    rows = [tokenizer.encode(clean(prompt)).ids for prompt in prompts]
     if (longest := max(map(len, rows))) >= PLACES:
         raise ValueError(f"a prompt has {longest} tokens, at most {PLACES - 1} fit")
     return torch.tensor([row + [0] * (PLACES - len(row)) for row in rows])
