@@ -73,7 +73,7 @@ def plan_part(name: PartName, size: Size, task: Task, seed: int) -> Part:
         return _pth_part("CLIP", CLIP_FILE, clip_recipes(spec.clip), "F32", seed)
     if name == "vae":
         return _pth_part("VAE", VAE_FILE, vae_recipes(spec.vae_dim), "F32", seed)
-    return _tokenizer_part()
+    return _tokenizer_part(spec.t5.vocabulary)
 
 
 def _official_part(size: Size, task: Task, seed: int) -> Part:
@@ -124,9 +124,9 @@ def _pth_part(title: str, file: str, recipes: Recipes, dtype: str, seed: int) ->
     return Part(title, (file,), nbytes, make)
 
 
-def _tokenizer_part() -> Part:
+def _tokenizer_part(pieces: int) -> Part:
     def make(folder: Path, _threads: int, _on_bytes: OnBytes) -> None:
-        write_tokenizer(folder / TOKENIZER_FOLDER)
+        write_tokenizer(folder / TOKENIZER_FOLDER, pieces=pieces)
 
     files = tuple(f"{TOKENIZER_FOLDER}/{name}" for name in TOKENIZER_FILES)
     return Part("tokenizer", files, 0, make)

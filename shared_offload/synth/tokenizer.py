@@ -21,6 +21,8 @@ PAD, END, UNKNOWN = "<pad>", "</s>", "<unk>"
 WORD_START = "\u2581"  # sentencepiece's mark for the space before a word
 BYTE_SCORE = -20.0  # log probabilities: a byte is the last resort, then a letter
 LETTER_SCORE = -12.0
+FILLER_SCORE = -30.0
+FILLER_START, FILLER_DIGITS = 0xE000, 0x1000  # characters that Unicode gives to nobody
 
 SENTENCES = """
 A cat sits on a red sofa and looks out of the window at the rain.
@@ -37,10 +39,13 @@ low quality, blurry, static, overexposed, worst quality, bad hands, still pictur
 """.strip()
 
 
-def write_tokenizer(folder: Path, sentences: str = SENTENCES, *, lowercase: bool = False) -> None:
+def write_tokenizer(
+    folder: Path, sentences: str = SENTENCES, *, lowercase: bool = False, pieces: int = 0
+) -> None:
     """Write the files of TOKENIZER_FILES; transformers' AutoTokenizer reads them offline.
 
-    Words of `sentences` become tokens. With `lowercase` the tokenizer does not tell A from a.
+    Words of `sentences` become tokens. With `lowercase` the tokenizer does not tell A from a. Up to
+    `pieces` are filled up by some that no text has: a file as large as umT5's takes time to read.
     """
     folder.mkdir(parents=True, exist_ok=True)
     special = {"eos_token": END, "pad_token": PAD, "unk_token": UNKNOWN}
@@ -51,7 +56,8 @@ def write_tokenizer(folder: Path, sentences: str = SENTENCES, *, lowercase: bool
         "padding_side": "right",
         "clean_up_tokenization_spaces": False,
     }
-    tokenizer = _tokenizer(sentences.lower() if lowercase else sentences, lowercase=lowercase)
+    known = vocabulary(sentences.lower() if lowercase else sentences)
+    tokenizer = _tokenizer([*known, *_filler(pieces - len(known))], lowercase=lowercase)
     contents = (tokenizer.to_str(pretty=True), _json(config), _json(special))
     for name, content in zip(TOKENIZER_FILES, contents, strict=True):
         (folder / name).write_text(content, encoding="utf-8")
@@ -72,12 +78,17 @@ def vocabulary(sentences: str = SENTENCES) -> list[tuple[str, float]]:
     return pieces
 
 
+def _filler(count: int) -> list[tuple[str, float]]:
+    digits = (divmod(number, FILLER_DIGITS) for number in range(count))
+    return [(chr(FILLER_START + a) + chr(FILLER_START + b), FILLER_SCORE) for a, b in digits]
+
+
 def _printable() -> str:
     return string.ascii_letters + string.digits + string.punctuation
 
 
-def _tokenizer(sentences: str, *, lowercase: bool) -> Tokenizer:
-    tokenizer = Tokenizer(models.Unigram(vocabulary(sentences), unk_id=2, byte_fallback=True))
+def _tokenizer(pieces: list[tuple[str, float]], *, lowercase: bool) -> Tokenizer:
+    tokenizer = Tokenizer(models.Unigram(pieces, unk_id=2, byte_fallback=True))
     tokenizer.normalizer = normalizers.NFKC()
     if lowercase:
         tokenizer.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Lowercase()])

@@ -44,3 +44,13 @@ def test_different_prompts_differ_and_words_are_single_tokens(folder: Path) -> N
     tokenizer = AutoTokenizer.from_pretrained(folder)
     cat, dog = (tokenizer(f"A {animal}")["input_ids"] for animal in ("cat", "dogs"))
     assert len(cat) == len(dog) == 3 and cat[0] == dog[0] and cat[1] != dog[1]
+
+
+def test_filled_up_to_the_size_of_umt5s(folder: Path, tmp_path: Path) -> None:
+    """As many pieces and nearly as many bytes (16.8 MB), and no text gets other tokens."""
+    write_tokenizer(tmp_path, pieces=256_384)
+    large, small = (AutoTokenizer.from_pretrained(where) for where in (tmp_path, folder))
+    assert len(large) == 256_384
+    assert 10e6 < (tmp_path / "tokenizer.json").stat().st_size < 25e6
+    text = "A cat sits, \u4e00\u53ea\u732b \U0001f680 ~12"
+    assert large(text)["input_ids"] == small(text)["input_ids"]
