@@ -94,9 +94,10 @@ def amount(done: float, unit: WorkUnit, of: float | None = None) -> str:
 
 
 def rate(done: float, seconds: float, unit: WorkUnit) -> str:
-    """`2.31 GB/s` for bytes, `4.65 s/step` for steps."""
+    """`2.31 GB/s` or `0.33 MB/s` for bytes, `4.65 s/step` for steps."""
     if unit == "B":
-        return f"{done / max(seconds, 1e-9) / 1e9:.2f} GB/s"
+        speed = done / max(seconds, 1e-9)
+        return f"{speed / 1e9:.2f} GB/s" if speed >= 1e8 else f"{speed / 1e6:.2f} MB/s"
     return f"{seconds / done:.3g} s/{unit}"
 
 

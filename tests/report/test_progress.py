@@ -31,6 +31,12 @@ def test_every_task_ends_with_amount_seconds_and_rate() -> None:
     assert float(found[1]) == pytest.approx(1.5, abs=0.02)
 
 
+def test_a_slow_rate_is_not_told_as_zero() -> None:
+    assert rate(816e3, 2.5, "B") == "0.33 MB/s"
+    assert rate(4.11e6, 0.147, "B") == "27.96 MB/s"
+    assert rate(1e9, 10, "B") == "0.10 GB/s"
+
+
 def test_plain_lines_come_at_the_interval_and_tell_the_time_left() -> None:
     out = io.StringIO()
     progress = Progress(stream=out, interval=0.1)
