@@ -26,6 +26,7 @@ from shared_offload.weights.files import impostor_error, read_head
 from shared_offload.weights.pth import load_pth
 
 TOKENIZER_FILE = "tokenizer.json"
+END_TOKEN = "</s>"
 BLOCK_NAMES = {  # Wan's name within blocks.N. -> transformers' within encoder.block.N.
     "norm1": "layer.0.layer_norm",
     "norm2": "layer.1.layer_norm",
@@ -203,13 +204,13 @@ def load_tokenizer(path: Path) -> libraries.Tokenizer:
     try:
         tokenizer = libraries.Tokenizer.from_file(str(file))
         tokenizer.no_padding()
-        alone = tokenizer.encode("").tokens
+        empty = tokenizer.encode("").tokens
     except Exception as error:  # the library raises bare Exception, for broken JSON for one
         raise CheckpointError(f"{file} cannot be read ({error})", path=str(file)) from error
-    if len(alone) != 1:
+    if empty[-1:] != [END_TOKEN]:
         raise CheckpointError(
-            f"{file} makes {len(alone)} tokens of an empty prompt: {alone}",
-            expected="the end token alone",
+            f"{file} ends an empty prompt with {empty}",
+            expected=f"{END_TOKEN} at the end of every prompt",
             hint="is this umT5's tokenizer?",
             path=str(file),
         )
