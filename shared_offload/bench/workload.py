@@ -8,7 +8,6 @@ width, C channels, P ranks.
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -32,6 +31,7 @@ from shared_offload.weights.architecture import (
 )
 from shared_offload.weights.fp8 import FP8_DTYPE, FP8_MAX
 from shared_offload.weights.layout import FP8, SCALE, BlockLayout, Unit, WeightSource, build_layout
+from shared_offload.weights.threads import usable_threads
 from shared_offload.weights.views import views
 
 TIMESTEP = 900.0
@@ -62,7 +62,7 @@ def filled_arena(layout: BlockLayout, device: torch.device) -> Iterator[Tensor]:
     mapping.release()  # the tensor holds it now
     units = layout.units("block")
     pool = _Pool()
-    with ThreadPoolExecutor(min(_MAX_FILLERS, len(os.sched_getaffinity(0)))) as threads:
+    with ThreadPoolExecutor(usable_threads(_MAX_FILLERS)) as threads:
         list(threads.map(lambda unit: pool.fill(unit, host[unit.offset :]), units))
     if device.type != "cuda":
         yield host

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -26,6 +25,7 @@ from shared_offload.weights.cast import fill_tensors
 from shared_offload.weights.checkpoint import Checkpoint
 from shared_offload.weights.layout import BlockLayout, Unit
 from shared_offload.weights.reader import block_pieces
+from shared_offload.weights.threads import usable_threads
 from shared_offload.weights.verify import content_fingerprint
 
 # Where load_threads leaves it open. 16 threads fill 2 MiB pages at 22 GB/s, 8 at 15 (H200 host).
@@ -106,7 +106,7 @@ def plan_arena(
 
 def read_threads(settings: Settings) -> int:
     """How many threads read block weights."""
-    return settings.load_threads or min(MOST_READ_THREADS, len(os.sched_getaffinity(0)))
+    return settings.load_threads or usable_threads(MOST_READ_THREADS)
 
 
 def weights_fingerprint(settings: Settings, checkpoint: Checkpoint, progress: Progress) -> str:

@@ -11,14 +11,13 @@ and would let each of ours wait for 5 ms at a time.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import Tensor
 
-from shared_offload.weights.torch_threads import torch_threads
+from shared_offload.weights.threads import torch_threads, usable_threads
 
 CHUNK_NBYTES = 64 << 20  # of a buffer: 1.2 ms of a PCIe 5 link
 LEAST_NBYTES = 1 << 20  # less than this is sent as it is
@@ -28,7 +27,7 @@ THREADS = 8
 @contextmanager
 def courier_to(device: torch.device) -> Iterator[Courier]:
     """A courier to a device. The calling thread's operations on the CPU are split over THREADS."""
-    threads = min(THREADS, len(os.sched_getaffinity(0)))
+    threads = usable_threads(THREADS)
     with torch_threads(threads) if device.type == "cuda" else nullcontext():
         yield Courier(device)
 

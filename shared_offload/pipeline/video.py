@@ -24,11 +24,12 @@ import torch
 
 from shared_offload.errors import OutputError
 from shared_offload.pipeline import libraries
-from shared_offload.weights.torch_threads import torch_threads
+from shared_offload.weights.threads import torch_threads, usable_threads
 
 SUFFIXES = (".mp4", ".mov")
 # x264's scale: 0 lossless, 23 its default; at 18 a difference is hard to see.
 CRF = 18
+MOST_THREADS = 16  # of x264, each with a frame of its own
 BT709 = 1  # the code of ITU-T H.273 for primaries, transfer and matrix alike
 LIMITED = 1  # AVCOL_RANGE_MPEG
 # Luma weights of BT.709 for R and B.
@@ -104,7 +105,7 @@ def write_video(
     """Write uint8 frames and their metadata; replaces files of these names.
 
     Frames may come one by one (H, W, 3), all of one even size. Raises OutputError and leaves no
-    partial file. Memory: the encoded file, and one frame at a time.
+    partial file. Memory: the encoded file, and the frames that x264 has in hand, some 60.
     """
     path = path.absolute()
     _check_suffix(path, SUFFIXES)
@@ -145,6 +146,10 @@ def _encode(path: Path, frames: Iterable[torch.Tensor], rate: Fraction) -> bytes
             stream = container.add_stream("libx264", rate=rate, options={"crf": str(CRF)})
             stream.pix_fmt = "yuv420p"
             context = stream.codec_context
+            # PyAV's default cuts each frame into slices, at most 7 of them at 480 rows, whose
+            # threads meet after every frame, and which cannot refer to each other.
+            context.thread_type = "FRAME"
+            context.thread_count = usable_threads(MOST_THREADS)
             context.time_base = 1 / rate
             context.color_primaries = BT709
             context.color_trc = BT709

@@ -11,7 +11,7 @@ import torch
 from shared_offload.weights.checkpoint import Checkpoint
 from shared_offload.weights.layout import TENSOR_ALIGNMENT, Unit, align
 from shared_offload.weights.reader import Piece, fill, unit_pieces, whole_piece
-from shared_offload.weights.torch_threads import torch_threads
+from shared_offload.weights.threads import torch_threads
 from shared_offload.weights.views import TORCH_DTYPES
 
 # Below 32,768 elements torch converts in the calling thread. Above, each reader thread would start

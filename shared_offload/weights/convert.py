@@ -7,7 +7,6 @@ its own name only when it is complete.
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -35,6 +34,7 @@ from shared_offload.weights.files import OpenFiles
 from shared_offload.weights.fp8 import quantise_weight
 from shared_offload.weights.layout import FP8, SCALE
 from shared_offload.weights.lora import LoraFile, with_loras
+from shared_offload.weights.threads import usable_threads
 from shared_offload.weights.views import TORCH_DTYPES
 from shared_offload.weights.writer import (
     PARTIAL,
@@ -154,7 +154,7 @@ def write_folder(
     """
     with _new_folder(out, sum(part.nbytes for part in parts)) as folder:
         for part in parts:
-            part.write_into(folder, _threads(), on_bytes)
+            part.write_into(folder, usable_threads(MAX_THREADS), on_bytes)
 
 
 def plan_conversion(
@@ -268,7 +268,3 @@ def _new_folder(out: Path, needed_nbytes: int) -> Iterator[Path]:
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise
-
-
-def _threads() -> int:
-    return min(MAX_THREADS, len(os.sched_getaffinity(0)))

@@ -22,7 +22,7 @@ from torch import Tensor
 from shared_offload.errors import OutputError, PreflightError
 from shared_offload.weights.discovery import SINGLE_FILE
 from shared_offload.weights.layout import DTYPE_BYTES
-from shared_offload.weights.torch_threads import torch_threads
+from shared_offload.weights.threads import torch_threads
 
 PARTIAL = ".partial"
 INDEX_NAME = SINGLE_FILE + ".index.json"

@@ -105,6 +105,24 @@ def test_means_and_picture_come_back(tmp_path: Path) -> None:
     assert np.abs(decoded - sent).mean() <= 2
 
 
+def test_a_frame_is_one_slice(tmp_path: Path) -> None:
+    """Threads of the encoder have a frame each. Slices of one may not refer to each other."""
+    path = tmp_path / "out.mp4"
+    write_video(path, smooth(9, 256, 64), 16, {})
+    with av.open(str(path)) as container:
+        packets = [bytes(packet) for packet in container.demux(video=0) if packet.size]
+    assert [sum(kind in (1, 5) for kind in nal_types(packet)) for packet in packets] == [1] * 9
+
+
+def nal_types(packet: bytes) -> list[int]:
+    """Of the NAL units in an MP4's packet: 4 bytes of length, then the unit (ISO/IEC 14496-15)."""
+    kinds, at = [], 0
+    while at < len(packet):
+        kinds.append(packet[at + 4] & 0x1F)
+        at += 4 + int.from_bytes(packet[at : at + 4], "big")
+    return kinds
+
+
 def test_colours_take_no_threads_beside_the_encoders(tmp_path: Path) -> None:
     team = torch.get_num_threads()
     torch.set_num_threads(3)

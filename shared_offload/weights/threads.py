@@ -1,11 +1,17 @@
-"""How many threads an operation of torch on the CPU is split over, for a while."""
+"""How many threads a piece of work gets, and an operation of torch on the CPU for a while."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+
+
+def usable_threads(most: int) -> int:
+    """One for each CPU that this thread may run on, and at most `most`."""
+    return min(most, len(os.sched_getaffinity(0)))
 
 
 @contextmanager
