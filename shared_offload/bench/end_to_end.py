@@ -1,8 +1,9 @@
 """`shared-offload bench end-to-end`: one video as a user makes it, in DiT steps and all the rest.
 
 The product runs as a process of its own; wall time is taken around it, stages come from the JSON
-beside the video. Invariant: stages, start and end add up to the wall time; what was computed from
-fewer steps than a video has is shown apart from what was measured.
+beside the video. A program that makes video after video pays for start and end once: `--next` makes
+two in one process, and splits the second. Invariant: stages, start and end add up to the wall time;
+what was computed from fewer steps than a video has is shown apart from what was measured.
 """
 
 from __future__ import annotations
@@ -33,14 +34,18 @@ from shared_offload.bench.arguments import (
 )
 from shared_offload.bench.clock import publish
 from shared_offload.bench.folder import add_folder_flag, model_folder, video_parts
+from shared_offload.config import load_settings
 from shared_offload.errors import ConfigError, OffloadError
+from shared_offload.pipeline.generate import Pipeline
 from shared_offload.pipeline.video import metadata_path
+from shared_offload.report.progress import Progress
 
 FULL_STEPS = 40
 SCHEME = "fp8-vllm"
-LOAD, DENOISE, WRITE = "load DiT", "denoise", "write video"
+DENOISE, WRITE = "denoise", "write video"
 START, END = "start and checks", "close and exit"
-ONCE = (START, LOAD, END)  # in a process, however many videos it makes
+BETWEEN = "between stages"
+NEXT_STEPS = 3
 PROMPT = "a sailing boat on a calm lake at sunrise, mountains behind, slow camera movement"
 NEGATIVE = "low quality, blurry, static, overexposed"
 # A line of the table of stages at the end of a run, and the very last one.
@@ -79,10 +84,18 @@ class Result:
         """The share of `total` that is no DiT step."""
         return 1 - steps * self.per_step / self.total(steps)
 
-    def next_overhead(self, steps: int) -> float:
-        """The same of one more video of the process, if its other stages took as long."""
-        once = sum(self.stages.get(name, 0.0) for name in ONCE)
-        return 1 - steps * self.per_step / (self.total(steps) - once)
+    def document(self) -> dict[str, Any]:
+        """Its fields and what follows from them, as JSON values."""
+        return {
+            **asdict(self),
+            "per_step": self.per_step,
+            "in_steps": self.in_steps,
+            "overhead": self.overhead(self.steps),
+            "full_steps": FULL_STEPS,
+            "full_total": self.total(FULL_STEPS),
+            "full_overhead": self.overhead(FULL_STEPS),
+            "full_is_extrapolated": self.steps != FULL_STEPS,
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +133,11 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         metavar="FILE",
         help="a config to run instead of all the above but the size of the video and the steps",
     )
+    parser.add_argument(
+        "--next",
+        action="store_true",
+        help=f"then make two videos of {NEXT_STEPS} steps in one process, and split the second",
+    )
     add_folder_flag(parser)
     add_json(parser)
     parser.set_defaults(run=run)
@@ -136,22 +154,16 @@ def run(args: argparse.Namespace) -> int:
         tempfile.TemporaryDirectory(prefix="shared_offload-bench-") as place,
     ):
         video = Path(place) / "out.mp4"
-        ended = _infer(_command(args, config, folder, video))
+        words = _arguments(args, config, folder, video)
+        ended = _infer([sys.executable, "-m", "shared_offload.infer", *words])
         metadata = json.loads(metadata_path(video).read_text(encoding="utf-8"))
-    result = split(metadata, ended, args.steps)
-    document = {
-        "config": config,
-        **asdict(result),
-        "per_step": result.per_step,
-        "in_steps": result.in_steps,
-        "overhead": result.overhead(result.steps),
-        "full_steps": FULL_STEPS,
-        "full_total": result.total(FULL_STEPS),
-        "full_overhead": result.overhead(FULL_STEPS),
-        "full_next_overhead": result.next_overhead(FULL_STEPS),
-        "full_is_extrapolated": result.steps != FULL_STEPS,
-    }
-    publish(_table(result, metadata), document, args.json)
+        results = {"measured": split(metadata, ended, args.steps)}
+        document = {"config": config, **results["measured"].document()}
+        if args.next:
+            shorter = {**config, "infer_steps": NEXT_STEPS}
+            results["next video"] = _next_video(_arguments(args, shorter, folder, video))
+            document["next"] = results["next video"].document()
+    publish(_table(results), document, args.json)
     return 0
 
 
@@ -190,7 +202,7 @@ def _read_config(path: Path) -> dict[str, Any]:
     return config
 
 
-def _command(
+def _arguments(
     args: argparse.Namespace, config: Mapping[str, Any], folder: Path, video: Path
 ) -> list[str]:
     """What a user types; a config and, where one is needed, a picture lie beside the video."""
@@ -207,8 +219,7 @@ def _command(
     if args.task == "i2v":
         flags["--image_path"] = video.with_name("first_frame.png")
         draw_picture(flags["--image_path"], args.height, args.width)
-    words = [str(word) for flag in flags.items() for word in flag]
-    return [sys.executable, "-m", "shared_offload.infer", *words]
+    return [str(word) for flag in flags.items() for word in flag]
 
 
 def draw_picture(path: Path, height: int, width: int) -> None:
@@ -256,28 +267,48 @@ def split(metadata: Mapping[str, Any], ended: Ended, steps: int) -> Result:
     return Result(steps, ended.wall, stages, streaming.get("step_seconds_median"), metadata)
 
 
-def _table(result: Result, metadata: Mapping[str, Any]) -> Table:
+def _next_video(arguments: Sequence[str]) -> Result:
+    """The second of two videos that one pipeline makes."""
+    progress = Progress()
+    with Pipeline(load_settings(arguments), progress=progress) as pipeline:
+        pipeline.generate()
+        before = dict(progress.stage_seconds)
+        begun = time.monotonic()
+        video = pipeline.generate()
+        wall = time.monotonic() - begun
+    stages = {name: total - before[name] for name, total in progress.stage_seconds.items()}
+    stages[BETWEEN] = wall - sum(stages.values())
+    step = video.metadata.get("streaming", {}).get("step_seconds_median")
+    return Result(video.metadata["infer_steps"], wall, stages, step, video.metadata)
+
+
+def _table(results: Mapping[str, Result]) -> Table:
+    """A column for each, and one for a whole video where it had fewer steps."""
+    first = next(iter(results.values()))
     table = Table(
-        title=f"{result.steps} steps, {metadata['attention']}, {metadata['device']}",
+        title=f"{first.steps} steps, {first.metadata['attention']}, {first.metadata['device']}",
     )
     table.add_column("", no_wrap=True)
-    columns = [("measured", result.steps)]
-    if result.steps != FULL_STEPS:
-        columns.append((f"{FULL_STEPS} steps, extrapolated", FULL_STEPS))
-    for title, _ in columns:
+    columns: list[tuple[Result, int]] = []
+    for title, result in results.items():
+        columns.append((result, result.steps))
         table.add_column(title, justify="right")
-    for name, seconds in result.stages.items():
-        cells = [
-            seconds + (n - result.steps) * result.per_step if name == DENOISE else seconds
-            for _, n in columns
-        ]
-        table.add_row(name, *(f"{cell:.2f} s" for cell in cells))
+        if result.steps != FULL_STEPS:
+            columns.append((result, FULL_STEPS))
+            table.add_column(f"{FULL_STEPS} steps, extrapolated", justify="right")
+    for name in dict.fromkeys(name for result in results.values() for name in result.stages):
+        table.add_row(name, *(_seconds(result, name, n) for result, n in columns))
     table.add_section()
-    table.add_row("total", *(f"{result.total(n):.2f} s" for _, n in columns))
-    kind = "mean of denoise" if result.step is None else "median"
-    table.add_row(f"a step ({kind})", *(f"{result.per_step:.4f} s" for _ in columns))
-    table.add_row("steps", *(f"{n * result.per_step:.2f} s" for _, n in columns))
-    table.add_row("outside the steps", *(f"{result.overhead(n):.2%}" for _, n in columns))
-    shares = (f"{result.next_overhead(n):.2%}" for _, n in columns)
-    table.add_row("  of a next video", *shares)
+    table.add_row("total", *(f"{result.total(n):.2f} s" for result, n in columns))
+    kind = "mean of denoise" if first.step is None else "median"
+    table.add_row(f"a step ({kind})", *(f"{result.per_step:.4f} s" for result, _ in columns))
+    table.add_row("steps", *(f"{n * result.per_step:.2f} s" for result, n in columns))
+    table.add_row("outside the steps", *(f"{result.overhead(n):.2%}" for result, n in columns))
     return table
+
+
+def _seconds(result: Result, stage: str, steps: int) -> str:
+    if stage not in result.stages:
+        return "-"
+    more = (steps - result.steps) * result.per_step if stage == DENOISE else 0.0
+    return f"{result.stages[stage] + more:.2f} s"

@@ -49,6 +49,22 @@ def test_stages_of_a_run_add_up_to_its_time(tmp_path, capsys) -> None:
     assert "measured" in table and "40 steps, extrapolated" in table
 
 
+def test_the_second_video_of_a_process(tmp_path, capsys) -> None:
+    path = tmp_path / "figures.json"
+    assert run("--steps", "1", "--next", "--json", str(path)) == 0
+    first = json.loads(path.read_text())
+    following = first["next"]
+    assert (first["steps"], following["steps"]) == (1, 3)
+    assert sum(following["stages"].values()) == pytest.approx(following["wall"])
+    assert "start and checks" not in following["stages"]
+    assert following["stages"]["load DiT"] < first["stages"]["load DiT"] / 10
+    assert following["wall"] < first["wall"]  # three steps take less than a start
+    assert following["metadata"]["infer_steps"] == 3
+    assert following["full_overhead"] < first["full_overhead"]
+    table = capsys.readouterr().out
+    assert "next video" in table and "between stages" in table
+
+
 def test_a_run_that_fails_is_an_error(tmp_path, capsys) -> None:
     with pytest.raises(OffloadError, match="exit code") as caught:
         run("--model_path", str(tmp_path))
@@ -75,7 +91,6 @@ def test_parts_of_the_time() -> None:
     assert result.in_steps == 20  # the other 5 s of denoising are the first step's
     assert result.overhead(5) == 0.5
     assert result.total(40) == 40 + 35 * 4
-    assert result.next_overhead(5) == pytest.approx(1 - 20 / (40 - 7 - 1.5))
     assert result.overhead(40) == pytest.approx(20 / 180)
 
 
