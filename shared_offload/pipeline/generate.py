@@ -110,10 +110,10 @@ class Pipeline:
             return self._generate(request)
         except BaseException as error:
             _empty_frames(error)
+            gc.collect()  # 0.4 s beside 400,000 objects of libraries, so only for what failed
             raise
         finally:
             self.runner.end_request()
-            gc.collect()
 
     def _generate(self, request: Request) -> Video:
         settings, runner, stage = self.settings, self.runner, self.runner.stage

@@ -51,6 +51,26 @@ def test_a_pipeline_that_is_garbage_holds_nothing(studio, kind) -> None:
     assert settles(lambda: threading.active_count() <= threads)
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("kind", OPTIONS)
+def test_a_request_leaves_no_memory_to_the_collector(studio, kind, device) -> None:
+    """It looks for cycles after a failure alone: gigabytes must go without it."""
+    with studio.pipeline("i2v", device=device, **OPTIONS[kind]) as pipeline:
+        pipeline.generate()  # imports make cycles
+        gc.collect()
+        gc.disable()
+        gc.set_debug(gc.DEBUG_SAVEALL)
+        try:
+            pipeline.generate()
+            gc.collect()
+            left = [kept for kept in gc.garbage if isinstance(kept, torch.Tensor | memoryview)]
+        finally:
+            gc.set_debug(0)
+            gc.garbage.clear()
+            gc.enable()
+    assert left == []
+
+
 def test_the_interpreter_ends_with_open_pipelines(studio, tmp_path) -> None:
     """Three at once, none closed, one of them in the middle of a request that failed."""
     settings = tmp_path / "settings.json"
