@@ -65,7 +65,7 @@ modes-two() {
   "${two[@]}" -m shared_offload.cli bench modes resident host numa private one-decodes \
     --model_path "${model}" --json "${out}/modes-two.json"
 }
-end-to-end() { bench end-to-end end-to-end --model_path "${model}"; }
+end-to-end() { bench end-to-end end-to-end --next --model_path "${model}"; }
 vae() { bench vae vae --video 480x832 --limit 4; }
 encoders() { bench encoders encoders --model_path "${model}"; }
 load() { bench load load --model_path "${model}/fp8" --threads 8 16; }
