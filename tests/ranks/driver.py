@@ -36,6 +36,8 @@ def program(watch: Watch) -> int:
         return on_gpus(watch, what, mine, folder)
     try:
         with watch.stage("load"):
+            if mine:
+                meet(folder, world)
             early(what, mine)
             watch.board.barrier()
         with Ranks.start(watch.facts, CPU, seq_p_size=world, timeout=60, watch=watch) as ranks:
@@ -48,6 +50,12 @@ def program(watch: Watch) -> int:
     finally:
         (folder / f"unwound{rank}").touch()
     return 0
+
+
+def meet(folder: Path, world: int) -> None:
+    """Until all have begun: one that has not would look for a store that has gone with rank 0."""
+    while not all((folder / f"pid{rank}").exists() for rank in range(world)):
+        time.sleep(0.02)
 
 
 def early(what: str, mine: bool) -> None:

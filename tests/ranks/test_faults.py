@@ -38,7 +38,7 @@ def test_a_killed_rank_ends_all(driver, who):
 
 def test_a_rank_killed_before_the_groups_exist(driver):
     run = driver("kill early", 1)
-    assert run.end(START)[0] == 1
+    assert run.end(START) == [1, -signal.SIGKILL, 1]
     assert run.stderr().count("rank 1 of 3") == 1
     assert "disappeared in stage load" in run.stderr()
 
