@@ -93,8 +93,8 @@ def test_figures_belong_together(bench, tmp_path, capsys) -> None:
         assert len(timing["seconds"]) == 2
         assert timing["step"] == pytest.approx(sum(timing["seconds"]) / 2)
         assert figures["ratio"][kind] == pytest.approx(timing["step"] / floor["seconds"])
-        # A step has all that the floor has, and more; on a busy machine either may take longer.
-        assert min(timing["seconds"]) > 0.5 * min(floor["before_seconds"], floor["after_seconds"])
+        # A step has all that the floor has, and more. The best of each: a busy machine adds.
+        assert min(timing["seconds"]) > min(floor["before_seconds"], floor["after_seconds"])
     assert figures["streamed"]["weights_nbytes"] < figures["resident"]["weights_nbytes"]
     assert figures["streamed"]["stream"]["steps"] == 4 and figures["resident"]["stream"] == {}
     assert figures["equal"] is True and figures["first_step_seconds"] > 0
