@@ -62,9 +62,13 @@ class Result:
     wall: float
     stages: Mapping[str, float]
     """In order; they add up to `wall`."""
-    step: float | None
-    """The median step as the device saw it, None where the run does not tell."""
     metadata: Mapping[str, Any]
+
+    @property
+    def step(self) -> float | None:
+        """The median step as the device saw it, None where the run does not tell."""
+        median: float | None = self.metadata.get("streaming", {}).get("step_seconds_median")
+        return median
 
     @property
     def per_step(self) -> float:
@@ -88,6 +92,7 @@ class Result:
         """Its fields and what follows from them, as JSON values."""
         return {
             **asdict(self),
+            "step": self.step,
             "per_step": self.per_step,
             "in_steps": self.in_steps,
             "overhead": self.overhead(self.steps),
@@ -263,8 +268,7 @@ def split(metadata: Mapping[str, Any], ended: Ended, steps: int) -> Result:
     last = ended.wall if ended.last_line is None else ended.last_line
     ends = {END: ended.wall - last}
     stages = {START: last - known, **stages, **ends}
-    streaming = metadata.get("streaming", {})
-    return Result(steps, ended.wall, stages, streaming.get("step_seconds_median"), metadata)
+    return Result(steps, ended.wall, stages, metadata)
 
 
 def _next_video(arguments: Sequence[str]) -> Result:
@@ -278,8 +282,7 @@ def _next_video(arguments: Sequence[str]) -> Result:
         wall = time.monotonic() - begun
     stages = {name: total - before[name] for name, total in progress.stage_seconds.items()}
     stages[BETWEEN] = wall - sum(stages.values())
-    step = video.metadata.get("streaming", {}).get("step_seconds_median")
-    return Result(video.metadata["infer_steps"], wall, stages, step, video.metadata)
+    return Result(video.metadata["infer_steps"], wall, stages, video.metadata)
 
 
 def _table(results: Mapping[str, Result]) -> Table:

@@ -14,7 +14,7 @@ from shared_offload.config import Settings, clip_file, dit_path, t5_file, tokeni
 from shared_offload.errors import ConfigError, OffloadError, Problems, raise_all
 from shared_offload.model.attention import check_attention_name
 from shared_offload.pipeline.disk_blocks import ring_plan
-from shared_offload.pipeline.text_encoder import tokenizer_file
+from shared_offload.pipeline.tokenizer import tokenizer_file
 from shared_offload.preflight import gpu_plan
 from shared_offload.streaming.streamer import SLOTS
 from shared_offload.weights.architecture import Architecture, read_architecture

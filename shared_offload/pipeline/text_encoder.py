@@ -22,11 +22,9 @@ from shared_offload.pipeline import libraries, module_weights
 from shared_offload.pipeline.courier import courier_to
 from shared_offload.pipeline.module_weights import OnBytes, told_to_nobody
 from shared_offload.pipeline.passing import Passage
-from shared_offload.weights.files import impostor_error, read_head
+from shared_offload.pipeline.tokenizer import load_tokenizer
 from shared_offload.weights.pth import load_pth
 
-TOKENIZER_FILE = "tokenizer.json"
-END_TOKEN = "</s>"
 BLOCK_NAMES = {  # Wan's name within blocks.N. -> transformers' within encoder.block.N.
     "norm1": "layer.0.layer_norm",
     "norm2": "layer.1.layer_norm",
@@ -175,46 +173,6 @@ def clean(prompt: str) -> str:
     """The prompt as Wan tokenizes it: mended, html-unescaped twice, white space collapsed."""
     unescaped = html.unescape(html.unescape(ftfy.fix_text(prompt)))
     return re.sub(r"\s+", " ", unescaped.strip()).strip()
-
-
-def tokenizer_file(folder: Path) -> Path:
-    """What `load_tokenizer` reads; CheckpointError if it is missing, a pointer or a web page."""
-    file = folder / TOKENIZER_FILE
-    if not file.is_file():
-        raise CheckpointError(
-            f"there is no {TOKENIZER_FILE} in {folder}",
-            expected="the folder google/umt5-xxl of Wan's release, with all its files",
-            hint="download it again, or set t5_tokenizer_path",
-            path=str(folder),
-        )
-    if wrong := impostor_error(file, read_head(file)):
-        raise wrong
-    return file
-
-
-def load_tokenizer(path: Path) -> libraries.Tokenizer:
-    """The tokenizer of a folder, as its tokenizer.json says. Raises CheckpointError.
-
-    Not through transformers, whose class T5Tokenizer, the one that Wan's folder names, takes the
-    vocabulary alone since version 5: it maps no character to a simpler form, spells none in bytes,
-    and takes token 2 for the unknown one. In umT5 that is another, and Wan's Chinese negative
-    prompt is full of both.
-    """
-    file = tokenizer_file(path)
-    try:
-        tokenizer = libraries.Tokenizer.from_file(str(file))
-        tokenizer.no_padding()
-        empty = tokenizer.encode("").tokens
-    except Exception as error:  # the library raises bare Exception, for broken JSON for one
-        raise CheckpointError(f"{file} cannot be read ({error})", path=str(file)) from error
-    if empty[-1:] != [END_TOKEN]:
-        raise CheckpointError(
-            f"{file} ends an empty prompt with {empty}",
-            expected=f"{END_TOKEN} at the end of every prompt",
-            hint="is this umT5's tokenizer?",
-            path=str(file),
-        )
-    return tokenizer
 
 
 def read_config(tensors: Mapping[str, Tensor], path: Path) -> libraries.UMT5Config:

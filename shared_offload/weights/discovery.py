@@ -15,6 +15,7 @@ from pathlib import Path
 
 from shared_offload.errors import CheckpointError
 from shared_offload.weights.files import (
+    ARIA2,
     bounded_names,
     impostor_error,
     unfinished_error,
@@ -30,7 +31,7 @@ _BLOCK_FILE = re.compile(r"block_(\d+)\.safetensors")
 _SHARD = re.compile(r"-\d+-of-\d+\.safetensors$|_part\d+\.safetensors$")
 _BLOCK_TENSOR = re.compile(r"blocks\.(\d+)\.")
 # What download tools leave beside or instead of a file that is not complete.
-_UNFINISHED = (".aria2", ".part", ".partial", ".incomplete", ".crdownload", ".download", ".tmp")
+_UNFINISHED = (ARIA2, ".part", ".partial", ".incomplete", ".crdownload", ".download", ".tmp")
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,6 +29,7 @@ _IMPOSTORS: tuple[tuple[tuple[bytes, ...], str, str], ...] = (
     ((b"gguf",), "a GGUF file", "GGUF is not supported; use the safetensors files of the model"),
 )
 _HEAD_NBYTES = 512
+ARIA2 = ".aria2"
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +68,7 @@ def impostor_error(path: Path, head: bytes) -> CheckpointError | None:
 
 def unfinished_error(path: Path) -> CheckpointError | None:
     """The error for a file that aria2 has not yet fetched all of, whatever its size says."""
-    note = path.with_name(path.name + ".aria2")  # kept until everything has arrived
+    note = path.with_name(path.name + ARIA2)  # kept until everything has arrived
     if not note.exists():
         return None
     return CheckpointError(
@@ -78,12 +79,15 @@ def unfinished_error(path: Path) -> CheckpointError | None:
 
 
 def read_head(path: Path) -> bytes:
-    """The first bytes of a file, enough for `impostor_error`; raises CheckpointError."""
+    """The first bytes of a file. Raises CheckpointError, that of `impostor_error` included."""
     try:
         with path.open("rb") as file:
-            return file.read(_HEAD_NBYTES)
+            head = file.read(_HEAD_NBYTES)
     except OSError as error:
         raise unreadable(path, error) from error
+    if impostor := impostor_error(path, head):
+        raise impostor
+    return head
 
 
 def unreadable(path: Path, error: OSError, offset: int | None = None) -> CheckpointError:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import cast
 
 from shared_offload.errors import CheckpointError
-from shared_offload.weights.files import FileStamp, impostor_error, read_head, unreadable
+from shared_offload.weights.files import FileStamp, read_head, unreadable
 
 # A Wan header takes 0.2 MB. Bounded, so that a damaged length does not make us read gigabytes.
 MAX_HEADER_NBYTES = 16 << 20
@@ -64,9 +64,7 @@ class Header:
 
 def read_header(path: Path) -> Header:
     """Parse a header. CheckpointError where there is none; see `Header.problems` for the rest."""
-    head = read_head(path)
-    if impostor := impostor_error(path, head):
-        raise impostor
+    read_head(path)  # raises
     try:
         with path.open("rb") as file:
             stamp = FileStamp.of(os.fstat(file.fileno()))

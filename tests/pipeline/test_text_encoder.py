@@ -13,7 +13,8 @@ from transformers import PreTrainedTokenizerFast, UMT5Config, UMT5EncoderModel
 
 from shared_offload.errors import CheckpointError, Problems
 from shared_offload.pipeline.quantised import Fp8Linear
-from shared_offload.pipeline.text_encoder import TextEncoder, clean, load_tokenizer
+from shared_offload.pipeline.text_encoder import TextEncoder, clean
+from shared_offload.pipeline.tokenizer import load_tokenizer
 from shared_offload.synth.tokenizer import write_tokenizer
 from shared_offload.weights.fp8 import quantise_weight
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from shared_offload.config import Settings
 from shared_offload.pipeline import conditioning
 from shared_offload.pipeline.generate import Pipeline, Video
-from shared_offload.pipeline.text_encoder import load_tokenizer
+from shared_offload.pipeline.tokenizer import load_tokenizer
 from shared_offload.pipeline.vae import Vae
 from shared_offload.synth.parts import TOKENIZER_FOLDER, VAE_FILE
 from shared_offload.weights.pth import load_pth

@@ -14,7 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shared_offload.pipeline.text_encoder import clean, load_tokenizer
+from shared_offload.pipeline import libraries
+from shared_offload.pipeline.text_encoder import clean
+from shared_offload.pipeline.tokenizer import load_tokenizer
 from shared_offload.synth.tokenizer import SENTENCES, write_tokenizer
 from tools.train_demo.clips import captions, combinations
 
@@ -36,7 +38,7 @@ def caption_table(folder: Path) -> Tensor:
     return torch.stack([token_ids(tokenizer, captions(names)) for names in combinations()])
 
 
-def token_ids(tokenizer: Any, prompts: Sequence[str]) -> Tensor:  # noqa: ANN401  no types
+def token_ids(tokenizer: libraries.Tokenizer, prompts: Sequence[str]) -> Tensor:
     """(B, E) ids of prompts that must fit."""
     rows = [tokenizer.encode(clean(prompt)).ids for prompt in prompts]
     if (longest := max(map(len, rows))) >= PLACES:
