@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import difflib
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -120,8 +121,7 @@ _OF_TORCH: Mapping[str, AttentionFn] = {
     _PLAIN: sdpa,
 }
 
-# name -> (module, function) in order of preference. `fa3_fwd_interface` is FlashAttention 3 as a
-# forward-only wheel, `flash_attn_interface` the same built from source.
+# name -> (module, function) in order of preference.
 _PACKAGES: Mapping[str, tuple[tuple[str, str], ...]] = {
     "flash_attn2": (("flash_attn", "flash_attn_func"),),
     "flash_attn3": (
@@ -132,6 +132,10 @@ _PACKAGES: Mapping[str, tuple[tuple[str, str], ...]] = {
     "sage_attn2": (("sageattention", "sageattn"),),
     "sage_attn3": (("sageattn3", "sageattn3_blackwell"),),
 }
+# FlashAttention 3 as a forward-only wheel and as built from source: each registers an operator
+# `fwd` in a namespace of its own name. Behind the functions above it is wrapped so that the first
+# call imports torch._dynamo, a second or two.
+_FLASH_3 = ("fa3_fwd", "flash_attn_3")
 
 
 def check_attention_name(requested: str) -> None:
@@ -180,29 +184,57 @@ def _load(name: str, device: torch.device, dtype: torch.dtype) -> tuple[Attentio
         return None, f"needs a CUDA device, not {device.type}"
     if dtype not in _HALF:
         return None, f"needs bfloat16 or float16, not {str(dtype).removeprefix('torch.')}"
-    try:
-        kernel = _fused(_OF_TORCH[name] if name in _OF_TORCH else _import(name))
-        agreement = _agreement_db(kernel, device, dtype)
-    except ImportError:
-        return None, "is not installed"
-    except Exception as error:  # a foreign kernel on a GPU it may not know: anything may come
-        return None, f"does not run on this GPU ({(str(error) or repr(error)).splitlines()[0]})"
-    if not agreement >= _PROBE_FLOOR_DB:
-        return None, f"gives wrong results on this GPU ({agreement:.0f} dB)"
-    return kernel, ""
-
-
-def _import(name: str) -> AttentionFn:
-    """The function of an installed package, in our form. Raises ImportError if there is none."""
-    if name not in _PACKAGES:  # LightX2V's KV-cache kernel: k and v come in quantised
-        raise ValueError("takes keys and values that were quantised before")
-    for module, function in _PACKAGES[name]:
+    refusal = "is not installed"
+    for find in _ways(name):
         try:
-            kernel = getattr(importlib.import_module(module), function)
-        except (ImportError, AttributeError):
+            kernel = _fused(find())
+            agreement = _agreement_db(kernel, device, dtype)
+        except ImportError:
             continue
-        return _adapt(name, kernel)
-    raise ImportError(name)
+        except Exception as error:  # a foreign kernel on a GPU it may not know: anything may come
+            first, *_ = (str(error) or repr(error)).splitlines()
+            refusal = f"does not run on this GPU ({first})"
+            continue
+        if agreement >= _PROBE_FLOOR_DB:
+            return kernel, ""
+        refusal = f"gives wrong results on this GPU ({agreement:.0f} dB)"
+    return None, refusal
+
+
+def _ways(name: str) -> Iterator[Callable[[], AttentionFn]]:
+    """What may find the kernel, best first. Each raises ImportError where its package is not."""
+    if name in _OF_TORCH:
+        yield lambda: _OF_TORCH[name]
+    elif name not in _PACKAGES:
+        yield _of_lightx2v
+    if name == "flash_attn3":
+        yield from (partial(_flash_3, package) for package in _FLASH_3)
+    yield from (partial(_of_package, name, *place) for place in _PACKAGES.get(name, ()))
+
+
+def _of_lightx2v() -> AttentionFn:
+    """Its KV-cache kernel: k and v come in quantised."""
+    raise ValueError("takes keys and values that were quantised before")
+
+
+def _of_package(name: str, module: str, function: str) -> AttentionFn:
+    try:
+        kernel = getattr(importlib.import_module(module), function)
+    except AttributeError as error:
+        raise ImportError(str(error)) from error
+    return _adapt(name, kernel)
+
+
+def _flash_3(package: str) -> AttentionFn:
+    importlib.import_module(f"{package}._C")
+    forward = getattr(torch.ops, package).fwd
+
+    def run(q_BSNH: Tensor, k_BENH: Tensor, v_BENH: Tensor) -> Tensor:
+        scale = q_BSNH.shape[-1] ** -0.5
+        out: Tensor = forward(q_BSNH, k_BENH, v_BENH, softmax_scale=scale, num_splits=1)[0]
+        return out
+
+    return run
 
 
 def _adapt(name: str, kernel: Callable[..., Any]) -> AttentionFn:

@@ -19,6 +19,13 @@ from tests.reference import wan_dit
 
 CPU = torch.device("cpu")
 CUDA = torch.device("cuda", 0)
+PACKAGES = ("fa3_fwd", "fa3_fwd_interface", "flash_attn_3", "flash_attn_interface")
+PACKAGES += ("flash_attn", "sageattention")
+# Of the operator that the wheel fa3-fwd 0.0.3 registers, as its library says; what is left out here
+# are optional tensors between v and softmax_scale.
+FLASH_3 = """fwd(Tensor q, Tensor k, Tensor v, Tensor? q_v=None, float? softmax_scale=None,
+    bool is_causal=False, int num_splits=0, bool? pack_gqa=None, int sm_margin=0
+) -> (Tensor, Tensor, Tensor, Tensor)"""
 
 
 def inputs(
@@ -101,10 +108,10 @@ class FakeGpu:
         )
         broken = dict.fromkeys(("sdpa_cudnn", "sdpa_flash"), no_kernel)
         monkeypatch.setattr(attention, "_OF_TORCH", {**attention._OF_TORCH, **broken})
-        for name in ("fa3_fwd_interface", "flash_attn_interface", "flash_attn", "sageattention"):
+        for name in PACKAGES:
             monkeypatch.setitem(sys.modules, name, None)  # makes its import an ImportError
 
-    def install(self, module: str, function: str, kernel: Callable[..., object]) -> None:
+    def install(self, module: str, function: str, kernel: object) -> None:
         fake = types.ModuleType(module)
         setattr(fake, function, kernel)
         self._monkeypatch.setitem(sys.modules, module, fake)
@@ -138,6 +145,38 @@ def test_auto_takes_the_fastest_that_runs(monkeypatch: pytest.MonkeyPatch) -> No
     assert choose("auto") == ("flash_attn3", "")
     assert choose("torch_sdpa") == ("sdpa_cudnn", "")
     assert choose("auto", torch.float32) == ("sdpa", "")
+
+
+def test_flash_attention_3_is_called_by_its_operator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not through the package's function, whose first call imports what compiles models."""
+
+    def forward(
+        q: Tensor, k: Tensor, v: Tensor, _: None, softmax_scale: float, *more: object
+    ) -> tuple[Tensor, ...]:
+        given.append((softmax_scale, *more))
+        return (sdpa(q, k, v), *(torch.empty(0) for _ in range(3)))
+
+    given: list[tuple[object, ...]] = []
+    gpu = FakeGpu(monkeypatch, (9, 0))
+    gpu.install("fa3_fwd_interface", "flash_attn_func", averages)
+    gpu.install("fa3_fwd", "__path__", [])
+    gpu.install("fa3_fwd._C", "__file__", "")
+    with torch.library._scoped_library("fa3_fwd", "DEF") as library:
+        library.define(FLASH_3)
+        library.impl("fwd", forward, "CPU")
+        assert choose("auto") == ("flash_attn3", "")
+    assert set(given) == {(128**-0.5, False, 1)}  # not causal, in one pass over the keys
+
+
+@pytest.mark.parametrize("broken", [no_kernel, averages])
+def test_a_package_that_fails_leaves_its_turn_to_the_next(
+    monkeypatch: pytest.MonkeyPatch, broken: Callable[..., object]
+) -> None:
+    gpu = FakeGpu(monkeypatch, (9, 0))
+    gpu.install("fa3_fwd_interface", "flash_attn_func", broken)
+    assert choose("auto") == ("sdpa", "")
+    gpu.install("flash_attn_interface", "flash_attn_func", sdpa)
+    assert choose("auto") == ("flash_attn3", "")
 
 
 @pytest.mark.parametrize("capability, first", [((8, 0), "sdpa_flash"), ((12, 0), "sdpa_cudnn")])
