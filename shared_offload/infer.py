@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from shared_offload.config import Settings, load_settings
 from shared_offload.errors import OffloadError
+from shared_offload.model.operations import prepare_operations
 from shared_offload.pipeline import libraries
 from shared_offload.pipeline.generate import Pipeline, Video
 from shared_offload.pipeline.inventory import Inventory, gpu_needs, survey_files
@@ -55,6 +56,8 @@ def _run(settings: Settings, facts: RankFacts, watch: Watch) -> None:
         progress.note(note)
     with watch.stage("check"):
         inventory = _check(settings, facts, watch, progress)
+    if settings.device != "cpu":
+        prepare_operations(settings.compile)
     names = _libraries(settings, first=facts.rank == 0)
     if facts.world_size == 1:  # the GPU starts meanwhile
         libraries.preload(names)

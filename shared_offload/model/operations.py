@@ -10,7 +10,9 @@ Shape letters: B batch, L tokens on this rank, D width, K input width, N heads, 
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Protocol
 
 import torch
@@ -108,6 +110,30 @@ def _ready(x: Tensor, weight: Tensor) -> Rows:
     return Quantised(*quantise_rows(x), x.shape[:-1], x.dtype)
 
 
+_hashing: list[threading.Thread] = []
+
+
+def prepare_operations(compiled: Compile) -> None:
+    """Begin what `select_operations` will have to wait for, where there may be a GPU; returns soon.
+
+    Triton hashes all its files once a process, a second where reading them is slow. To be called
+    while no other thread imports: Triton's modules import each other.
+    """
+    if compiled is False or not torch.cuda.is_available():
+        return
+    try:
+        from triton.runtime import cache  # an optional package
+    except ImportError:
+        return
+
+    def hash_files() -> None:
+        with suppress(Exception):  # whatever it is, the first kernel meets it again
+            cache.triton_key()
+
+    _hashing.append(threading.Thread(target=hash_files, name="triton", daemon=True))
+    _hashing[-1].start()
+
+
 def select_operations(
     compiled: Compile, device: torch.device, dtype: torch.dtype
 ) -> tuple[Operations, str]:
@@ -120,6 +146,8 @@ def select_operations(
     if not refusal:
         from shared_offload.model.fused import Fused, probe
 
+        while _hashing:
+            _hashing.pop().join()
         refusal = probe(device)
         if not refusal:
             return Fused(), "fused kernels"

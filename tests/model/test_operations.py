@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch import Tensor
@@ -120,6 +123,25 @@ def test_what_runs_where_there_is_no_gpu() -> None:
     assert select_operations(False, CPU, torch.bfloat16)[0] is PLAIN
     with pytest.raises(ConfigError, match=r"compile is true, but .* the device is cpu"):
         select_operations(True, CPU, torch.bfloat16)
+
+
+CHOICE = """
+import sys, torch
+from shared_offload.model.attention import select_attention
+from shared_offload.model.operations import prepare_operations, select_operations
+prepare_operations("auto")
+select_attention("auto", torch.device("cuda", 0), torch.bfloat16)
+_, name = select_operations("auto", torch.device("cuda", 0), torch.bfloat16)
+from triton.runtime import cache
+print(name, cache.triton_key.cache_info().misses, "torch._dynamo" in sys.modules)
+"""
+
+
+@pytest.mark.gpu
+def test_a_start_waits_for_no_compiler_of_models_and_hashes_triton_once() -> None:
+    command = [sys.executable, "-c", CHOICE]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True)
+    assert done.stdout.split("\n")[-2] == "fused kernels 1 False"
 
 
 @pytest.mark.gpu
