@@ -30,7 +30,7 @@ PATCH_PIXELS = 16  # pixels per token: 8 of the VAE times 2 of the DiT's patch
 class VideoEncoder(Protocol):
     """The half of the VAE that conditioning needs."""
 
-    def encode(self, video_3FHW: Tensor) -> Tensor: ...
+    def encode(self, video_3FHW: Tensor, blank: int) -> Tensor: ...
 
 
 def latent_shape(frames: int, height: int, width: int) -> tuple[int, int, int, int]:
@@ -119,10 +119,7 @@ def i2v_condition(vae: VideoEncoder, frame_3HW: Tensor, frames: int) -> Tensor:
 
     The latent is that of the frame followed by grey (zero) frames; the mask is 1 on latent frame 0.
     """
-    _, height, width = frame_3HW.shape
-    video_3FHW = frame_3HW.new_zeros((3, frames, height, width))
-    video_3FHW[:, 0] = frame_3HW
-    latent_CTYX = vae.encode(video_3FHW)
+    latent_CTYX = vae.encode(frame_3HW[:, None], frames - 1)
     mask_CTYX = latent_CTYX.new_zeros((TIME_STRIDE, *latent_CTYX.shape[1:]))
     mask_CTYX[:, 0] = 1.0
     return torch.cat([mask_CTYX, latent_CTYX])

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from shared_offload.errors import CheckpointError
 from shared_offload.pipeline import libraries, module_weights, vae_fast, vae_sweep
@@ -79,21 +80,23 @@ class Vae:
         return cls(model.to(device).requires_grad_(False).eval(), tiling=tiling)
 
     @torch.inference_mode()
-    def encode(self, video_3FHW: Tensor) -> Tensor:
-        """Normalised latent (16, T, Y, X) fp32 of a video in [-1, 1] with F = 4n + 1 frames.
+    def encode(self, video_3FHW: Tensor, blank: int = 0) -> Tensor:
+        """Normalised latent (16, T, Y, X) fp32 of a video in [-1, 1], and of `blank` frames of 0
+        behind it; there are 4n + 1 in all.
 
         The video may lie on the CPU: it passes to the VAE's device piece by piece.
         """
-        model, shape = self._open(), latent_shape(*video_3FHW.shape[1:])
+        _, frames, height, width = video_3FHW.shape
+        model, shape = self._open(), latent_shape(frames + blank, height, width)
         if self._tiled(shape):
             try:
-                video = video_3FHW[None].to(self.device, self.dtype)
+                video = F.pad(video_3FHW[None], (0, 0, 0, 0, 0, blank)).to(self.device, self.dtype)
                 mode_CTYX = model.encode(video).latent_dist.mode()[0]
             finally:
                 model.clear_cache()  # a failed pass would keep its features, gigabytes of them
         else:
             strips = self.strips(shape, ENCODE)
-            mode_CTYX = vae_sweep.encode(model, video_3FHW[None], strips)[0]
+            mode_CTYX = vae_sweep.encode(model, video_3FHW[None], strips, blank)[0]
         latent_CTYX: Tensor = (mode_CTYX.float() - self._mean) / self._std
         return latent_CTYX
 

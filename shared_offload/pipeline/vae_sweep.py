@@ -17,14 +17,17 @@ height and width, F frames, H W height and width in pixels.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from shared_offload.pipeline import libraries
 from shared_offload.pipeline.conditioning import SPACE_STRIDE, TIME_STRIDE
@@ -35,6 +38,7 @@ SHIFT = 6  # latents by which strips have shifted at the decoder's end (6.25; en
 THINNEST = SHIFT + 1  # latents of a strip: the first makes something in every layer
 OnStep = Callable[[], None]
 Form = Callable[[Tensor], Tensor]
+_Step = tuple[nn.Module, Form]  # a layer, and how x passes it
 
 
 def most_strips(height: int, width: int) -> int:
@@ -90,26 +94,32 @@ def decode(
     )
 
 
-def encode(model: Any, video: Tensor, strips: int) -> Tensor:  # noqa: ANN401  no types
-    """The mode (B, C, T, Y, X) of a video (B, 3, F, H, W) with F = 4n + 1 frames.
+def encode(
+    model: Any,  # noqa: ANN401  diffusers has no types
+    video: Tensor,
+    strips: int,
+    blank: int = 0,
+) -> Tensor:
+    """The mode (B, C, T, Y, X) of a video (B, 3, F, H, W) with `blank` frames of zeros behind it.
 
-    The video may lie on another device, and passes to the model's piece by piece.
+    There are 4n + 1 frames in all. The video may lie on another device, and passes to the model's
+    piece by piece. Work on blank frames ends where layers remember no other: what follows is equal.
     """
     encoder = model.encoder
     last = max(i for i, e in enumerate(encoder.down_blocks) if isinstance(e, libraries.WanResample))
     cut = list(encoder.down_blocks[: last + 1])
     whole = [*encoder.down_blocks[last + 1 :], encoder.mid_block]
-    groups = _frame_groups(video.shape[TIME])
+    groups = _frame_groups(video.shape[TIME] + blank)
+    still = sum(begin < video.shape[TIME] for begin, _ in groups)
     sweep = _Sweep(video)
     parts: list[list[Tensor]] = [[] for _ in groups]  # of each latent frame, its strips in order
     with sweep.hooked(cut):
         for start, end in sweep.over(_bounds(sweep.size, strips, 0)):
-            memory = _Memory()
-            for sweep.frame, (begin, count) in enumerate(groups):
-                x = sweep.part(video.narrow(TIME, begin, count), start, end)
-                x = sweep.join(encoder.conv_in, x.to(model.device, model.dtype))
-                x = sweep.trim(memory.convolve(encoder.conv_in, x))
-                parts[sweep.frame].append(memory.run(cut, x, sweep))
+            strip = sweep.part(video, start, end)
+            chain = _Chain(_entry(model, cut, sweep), still)
+            for sweep.frame, group in enumerate(groups):
+                made = chain.run(sweep.frame, partial(_frames, strip, *group))
+                parts[sweep.frame].append(made)
     memory, moments = _Memory(), []
     for strips_of_frame in parts:
         x = memory.run(whole, torch.cat(strips_of_frame, sweep.dim))
@@ -120,20 +130,63 @@ def encode(model: Any, video: Tensor, strips: int) -> Tensor:  # noqa: ANN401  n
     return mode
 
 
+def _entry(model: Any, cut: Sequence[nn.Module], sweep: _Sweep) -> list[_Step]:  # noqa: ANN401
+    """An encoder's first convolution and the layers behind it, for one strip."""
+    memory, conv = _Memory(), model.encoder.conv_in
+
+    def enter(x: Tensor) -> Tensor:
+        x = sweep.join(conv, x.to(model.device, model.dtype))
+        return sweep.trim(memory.convolve(conv, x))
+
+    return [(conv, enter), *((each, partial(memory.run, [each], sweep=sweep)) for each in cut)]
+
+
+class _Chain:
+    """Steps one after another, for one group of frames after another.
+
+    From group `still` on, groups are equal. What a step makes of them is too, once all that its
+    layer remembers are such groups; from then on it is what it made then, and nothing is computed.
+    """
+
+    def __init__(self, steps: Sequence[_Step], still: int) -> None:
+        self._steps = steps
+        self._done = 0  # steps that need not be run again
+        self._since = still  # the group from which on their result is the same
+        self._made: Tensor | None = None
+
+    def run(self, group: int, frames: Callable[[], Tensor]) -> Tensor:
+        """What the last step makes of a group; `frames` gives it, if it is needed."""
+        since = self._since
+        x = frames() if self._made is None else self._made
+        for at in range(self._done, len(self._steps)):
+            layer, step = self._steps[at]
+            since += _reach(layer, x.shape[TIME])
+            x = step(x)
+            if group == since:
+                self._done, self._since, self._made = at + 1, since, x
+        return x
+
+
+def _reach(layer: nn.Module, frames: int) -> int:
+    """How many groups back a layer remembers, at most, if groups have so many frames there."""
+    convs = [each for each in layer.modules() if isinstance(each, libraries.WanCausalConv3d)]
+    return sum(math.ceil((conv.kernel_size[0] - 1) / frames) for conv in convs)
+
+
 class _Memory:
     """What causal layers keep of earlier frames, for one pass over the frames of a strip."""
 
     def __init__(self) -> None:
-        self._features: dict[int, Any] = defaultdict(lambda: None)  # the library's, by its numbers
+        # The library's, by its numbers within a layer.
+        self._features: dict[nn.Module, dict[int, Any]] = defaultdict(lambda: defaultdict(_nothing))
         self._inputs: dict[nn.Module, Tensor] = {}
 
     def run(self, layers: Sequence[nn.Module], x: Tensor, sweep: _Sweep | None = None) -> Tensor:
         """The next frames through layers of the library: the same ones each time."""
-        counter = [0]
         for layer in layers:
             if sweep:
                 x = sweep.enter(layer, x)
-            x = layer(x, feat_cache=self._features, feat_idx=counter)
+            x = layer(x, feat_cache=self._features[layer], feat_idx=[0])
             if sweep:
                 x = sweep.leave(layer, x)
         return x
@@ -240,6 +293,17 @@ def _bounds(size: int, strips: int, lead: int) -> list[int]:
     """
     inner = [at * size // strips + lead for at in range(1, strips)]
     return [0, *inner, size]
+
+
+def _frames(video: Tensor, begin: int, count: int) -> Tensor:
+    """Frames of a video, which has zeros behind it."""
+    frames = video[:, :, begin : begin + count]
+    lack = count - frames.shape[TIME]
+    return F.pad(frames, (0, 0, 0, 0, 0, lack)) if lack else frames
+
+
+def _nothing() -> None:
+    """What a layer remembers before the first frame."""
 
 
 def _frame_groups(frames: int) -> list[tuple[int, int]]:

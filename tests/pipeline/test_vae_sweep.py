@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -108,6 +109,38 @@ def test_a_share_is_part_of_the_whole(model, share) -> None:
     for strips in (1, 2):
         made = decoded(model, latent, strips, share=share)
         torch.testing.assert_close(made, whole, rtol=0, atol=ROUNDING)
+
+
+# Frames of a video and blank ones behind it: a picture; an end within a latent frame; none.
+@pytest.mark.parametrize(("frames", "blank"), [(1, 112), (7, 106), (29, 0)])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@torch.inference_mode()
+def test_blank_frames_are_worked_on_while_others_are_remembered(frames, blank, device) -> None:
+    def count(module: torch.nn.Module, *_: object) -> None:
+        calls[module] += 1
+
+    model, calls = make_vae().to(device), Counter[torch.nn.Module]()
+    vae_fast.quicken(model, gpu=device == "cuda")
+    video = torch.rand(1, 3, frames, 16, 112, device=device) * 2 - 1
+    whole = torch.cat((video, torch.zeros(1, 3, blank, 16, 112, device=device)), 2)
+    wanted = {strips: vae_sweep.encode(model, whole, strips) for strips in (1, 2)}
+    if device == "cpu":
+        assert torch.equal(wanted[1], model.encode(whole).latent_dist.mode())
+    encoder = model.encoder
+    *_, last = (each for each in encoder.down_blocks if hasattr(each, "time_conv"))
+    for layer in (encoder.conv_in, last):
+        layer.register_forward_hook(count)
+    for strips, want in wanted.items():
+        calls.clear()
+        assert torch.equal(vae_sweep.encode(model, video, strips, blank), want)
+        if blank:
+            # Convolutions remember one group each: the first, four of each of two levels with four
+            # frames and four of one with two, and the two that halve their number.
+            real = 1 if frames == 1 else 3
+            assert calls[encoder.conv_in] == strips * (real + 1 + 1)
+            assert calls[last] == strips * (real + 1 + (1 + 4 + 4 + 1 + 4 + 1))
+        else:
+            assert calls[last] == calls[encoder.conv_in] == strips * 8
 
 
 @torch.inference_mode()
