@@ -89,7 +89,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--compile",
         action="store_true",
-        help="usual modes also with torch.compile: diffusers' resident ones twice, ours only so",
+        help="usual modes also with torch.compile: those of diffusers that are resident",
     )
     parser.add_argument(
         "--attention",

@@ -25,7 +25,7 @@ class Mode:
     weights: Weights
     place: Place = "resident"
     offload: dict[str, Any] = field(default_factory=dict)
-    compiled: bool = False
+    compiled: bool = False  # ours: by fused kernels, which is what it does by itself
     attention: str | None = None  # of diffusers' dispatcher; None: what --attention says
     usual: bool = True  # part of a run without --modes
     fresh: bool = False  # needs weights that no mode before it has pinned
@@ -82,8 +82,8 @@ _AO, _AO_COMPILED = _resident("fp8-torchao")
 
 # A family's weights are on the device first, then on the host, then back where some are compiled.
 MODES: tuple[Mode, ...] = (
-    Mode(name="ours-fp8", weights="ours-fp8"),
-    Mode(name="ours-fp8-compiled", weights="ours-fp8", compiled=True),
+    Mode(name="ours-fp8", weights="ours-fp8", compiled=True),
+    Mode(name="ours-fp8-plain", weights="ours-fp8", usual=False),
     _BF16,
     Mode(
         name="bf16-resident-native", weights="bf16", attention="native", usual=False
@@ -104,17 +104,10 @@ MODES: tuple[Mode, ...] = (
     _AO,
     _streamed("fp8-torchao", "block", BLOCK),
     _AO_COMPILED,
-    Mode(name="ours-bf16", weights="ours-bf16"),
-    Mode(name="ours-bf16-compiled", weights="ours-bf16", compiled=True),
+    Mode(name="ours-bf16", weights="ours-bf16", compiled=True),
 )
 
 
 def usual_modes(*, compiled: bool) -> tuple[Mode, ...]:
-    """Without --modes. `compiled`: ours compiled only, diffusers' resident ones both ways."""
-    return tuple(
-        mode
-        for mode in MODES
-        if mode.usual
-        and (mode.compiled <= compiled)
-        and (not mode.ours or mode.compiled == compiled)
-    )
+    """Without --modes. `compiled`: diffusers' resident ones both ways."""
+    return tuple(mode for mode in MODES if mode.usual and (mode.ours or mode.compiled <= compiled))

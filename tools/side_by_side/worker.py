@@ -167,7 +167,7 @@ def ours(mode: Mode, settings: Settings, device: torch.device) -> list[Row]:
             steps=settings.steps,
             slots=2,
             attention=AUTO,
-            compiled=mode.compiled,
+            compiled="auto" if mode.compiled else False,
         ),
         device,
         kernel.run,
