@@ -54,13 +54,11 @@ def _run(settings: Settings, facts: RankFacts, watch: Watch) -> None:
     progress = Progress(enabled=facts.rank == 0)
     for note in settings.notes:
         progress.note(note)
+    names = _libraries(settings, first=facts.rank == 0)
+    if facts.world_size == 1:  # while files are checked and the GPU starts
+        _import_ahead(settings, names)
     with watch.stage("check"):
         inventory = _check(settings, facts, watch, progress)
-    if settings.device != "cpu":
-        prepare_operations(settings.compile)
-    names = _libraries(settings, first=facts.rank == 0)
-    if facts.world_size == 1:  # the GPU starts meanwhile
-        libraries.preload(names)
     device = choose_device(facts, settings.device, settings.allow_shared_gpu)
     with Ranks.start(
         facts,
@@ -71,10 +69,17 @@ def _run(settings: Settings, facts: RankFacts, watch: Watch) -> None:
         watch=watch,
     ) as ranks:
         # Not before: to make groups, torch uses torch._dynamo if it finds a part of it imported.
-        libraries.preload(names)
+        if facts.world_size > 1:
+            _import_ahead(settings, names)
         with Pipeline(settings, ranks=ranks, progress=progress, inventory=inventory) as pipeline:
             _tell(pipeline.generate(), progress)
         ranks.barrier()
+
+
+def _import_ahead(settings: Settings, names: list[str]) -> None:
+    if settings.device != "cpu":
+        prepare_operations(settings.compile)
+    libraries.preload(names)
 
 
 def _libraries(settings: Settings, *, first: bool) -> list[str]:

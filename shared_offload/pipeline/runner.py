@@ -22,7 +22,7 @@ from torch import Tensor
 from shared_offload import __version__
 from shared_offload.config import Settings
 from shared_offload.model.dit import Branch
-from shared_offload.pipeline import conditioning
+from shared_offload.pipeline import conditioning, vae_fast
 from shared_offload.pipeline.decoding import decode
 from shared_offload.pipeline.dit_weights import LoadedDit, load_dit
 from shared_offload.pipeline.image_encoder import ImageEncoder
@@ -122,6 +122,7 @@ class Runner:
             self._dit = load_dit(
                 self.settings, self.inventory, self.ranks, self.progress, name=name
             )
+            vae_fast.wake(self.device)  # libraries of the encoders are still being imported
             # For a runner that nobody closes: at its end as garbage, or the interpreter's.
             self._last_resort = weakref.finalize(self, self._dit.close)
             if arenas := self._dit.arenas():

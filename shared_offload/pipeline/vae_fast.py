@@ -60,6 +60,16 @@ def quicken(model: nn.Module, *, gpu: bool) -> None:
             layer.inplace = True  # each gets what a norm has just made, and nobody else has that
 
 
+def wake(device: torch.device) -> None:
+    """Let cuDNN load itself, which the first convolution of a process waits for. Python is not held
+    meanwhile. Does nothing on the CPU.
+    """
+    if device.type == "cuda":
+        x = torch.zeros(1, 32, 3, 32, 32, device=device).to(memory_format=CHANNELS_LAST[5])
+        weight = torch.zeros(32, 32, 3, 3, 3, device=device).to(memory_format=CHANNELS_LAST[5])
+        F.conv3d(x, weight)
+
+
 def _convolve(self: Any, x: Tensor, cache_x: Tensor | None = None) -> Tensor:  # noqa: ANN401
     """A causal convolution of the frames of x, which come after `cache_x`.
 
