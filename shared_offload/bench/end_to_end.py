@@ -1,9 +1,10 @@
 """`shared-offload bench end-to-end`: one video as a user makes it, in DiT steps and all the rest.
 
-The product runs as a process of its own; wall time is taken around it, stages come from the JSON
-beside the video. A program that makes video after video pays for start and end once: `--next` makes
-two in one process, and splits the second. Invariant: stages, start and end add up to the wall time;
-what was computed from fewer steps than a video has is shown apart from what was measured.
+The product runs as a process of its own, or several under torchrun; wall time is taken around it,
+stages come from the JSON beside the video. A program that makes video after video pays for start
+and end once: `--next` makes two in one process, and splits the second. Invariant: stages, start and
+end add up to the wall time; what was computed from fewer steps than a video has is shown apart from
+what was measured.
 """
 
 from __future__ import annotations
@@ -76,6 +77,12 @@ class Result:
         return self.stages[DENOISE] / self.steps if self.step is None else self.step
 
     @property
+    def before_steps(self) -> float:
+        """From the start to the first step."""
+        names = list(self.stages)
+        return sum(self.stages[name] for name in names[: names.index(DENOISE)])
+
+    @property
     def in_steps(self) -> float:
         """DiT steps at their own pace; what their first one took longer is not in it."""
         return self.steps * self.per_step
@@ -94,6 +101,7 @@ class Result:
             **asdict(self),
             "step": self.step,
             "per_step": self.per_step,
+            "before_steps": self.before_steps,
             "in_steps": self.in_steps,
             "overhead": self.overhead(self.steps),
             "full_steps": FULL_STEPS,
@@ -143,6 +151,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         action="store_true",
         help=f"then make two videos of {NEXT_STEPS} steps in one process, and split the second",
     )
+    parser.add_argument(
+        "--ranks", type=int, default=1, help="processes that share the work, under torchrun"
+    )
     add_folder_flag(parser)
     add_json(parser)
     parser.set_defaults(run=run)
@@ -151,6 +162,14 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def run(args: argparse.Namespace) -> int:
     """Make the video, print the table, write the JSON."""
     at_least("--steps", args.steps)
+    at_least("--ranks", args.ranks)
+    if args.next and args.ranks > 1:
+        raise ConfigError(
+            f"--next makes its videos in one process, and --ranks is {args.ranks}",
+            hint="leave one of them out",
+            key="--next",
+            found=args.ranks,
+        )
     video_size(args.frames, args.height, args.width)
     config = _config(args)
     parts = video_parts(args.task, "dit-fp8" if args.dtype == "fp8" else "dit")
@@ -160,7 +179,7 @@ def run(args: argparse.Namespace) -> int:
     ):
         video = Path(place) / "out.mp4"
         words = _arguments(args, config, folder, video)
-        ended = _infer([sys.executable, "-m", "shared_offload.infer", *words])
+        ended = _infer([*_launcher(args.ranks), "-m", "shared_offload.infer", *words])
         metadata = json.loads(metadata_path(video).read_text(encoding="utf-8"))
         results = {"measured": split(metadata, ended, args.steps)}
         document = {"config": config, **results["measured"].document()}
@@ -190,7 +209,15 @@ def _config(args: argparse.Namespace) -> dict[str, Any]:
             "compile": COMPILE[args.compile],
         }
     size = {"size": [args.height, args.width], "num_frames": args.frames}
-    return {**config, **size, "infer_steps": args.steps}
+    parallel = {"parallel": {"seq_p_size": args.ranks}} if args.ranks > 1 else {}
+    return {**parallel, **config, **size, "infer_steps": args.steps}
+
+
+def _launcher(ranks: int) -> list[str]:
+    if ranks == 1:
+        return [sys.executable]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+    return [sys.executable, *torchrun]
 
 
 def _read_config(path: Path) -> dict[str, Any]:
@@ -288,9 +315,9 @@ def _next_video(arguments: Sequence[str]) -> Result:
 def _table(results: Mapping[str, Result]) -> Table:
     """A column for each, and one for a whole video where it had fewer steps."""
     first = next(iter(results.values()))
-    table = Table(
-        title=f"{first.steps} steps, {first.metadata['attention']}, {first.metadata['device']}",
-    )
+    ranks, device = first.metadata["ranks"], first.metadata["device"]
+    device = f"{ranks} x {device}" if ranks > 1 else device
+    table = Table(title=f"{first.steps} steps, {first.metadata['attention']}, {device}")
     table.add_column("", no_wrap=True)
     columns: list[tuple[Result, int]] = []
     for title, result in results.items():
@@ -302,6 +329,7 @@ def _table(results: Mapping[str, Result]) -> Table:
     for name in dict.fromkeys(name for result in results.values() for name in result.stages):
         table.add_row(name, *(_seconds(result, name, n) for result, n in columns))
     table.add_section()
+    table.add_row("before the steps", *(f"{result.before_steps:.2f} s" for result, _ in columns))
     table.add_row("total", *(f"{result.total(n):.2f} s" for result, n in columns))
     kind = "mean of denoise" if first.step is None else "median"
     table.add_row(f"a step ({kind})", *(f"{result.per_step:.4f} s" for result, _ in columns))

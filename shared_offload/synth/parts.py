@@ -47,6 +47,8 @@ T5_FILE = "models_t5_umt5-xxl-enc-bf16.pth"
 CLIP_FILE = "models_clip_open-clip-xlm-roberta-large-vit-huge-14.pth"
 VAE_FILE = "Wan2.1_VAE.pth"
 
+_PIECE_NBYTES = 50  # of tokenizer.json, about
+
 OnBytes = Callable[[int], None]
 
 
@@ -125,11 +127,13 @@ def _pth_part(title: str, file: str, recipes: Recipes, dtype: str, seed: int) ->
 
 
 def _tokenizer_part(pieces: int) -> Part:
-    def make(folder: Path, _threads: int, _on_bytes: OnBytes) -> None:
-        write_tokenizer(folder / TOKENIZER_FOLDER, pieces=pieces)
-
     files = tuple(f"{TOKENIZER_FOLDER}/{name}" for name in TOKENIZER_FILES)
-    return Part("tokenizer", files, 0, make)
+
+    def make(folder: Path, _threads: int, on_bytes: OnBytes) -> None:
+        write_tokenizer(folder / TOKENIZER_FOLDER, pieces=pieces)
+        on_bytes(sum((folder / file).stat().st_size for file in files))
+
+    return Part("tokenizer", files, _PIECE_NBYTES * pieces, make)
 
 
 def _rows(recipes: Recipes, seed: int) -> RowSource:

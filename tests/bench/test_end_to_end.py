@@ -44,6 +44,8 @@ def test_stages_of_a_run_add_up_to_its_time(tmp_path, capsys) -> None:
     assert metadata["enable_cfg"] and metadata["cpu_offload"] and metadata["dit_quantized"]
     assert figures["step"] == metadata["streaming"]["step_seconds_median"]
     assert 2 * figures["step"] < stages["denoise"] * 1.01  # two of three take the median or more
+    before = ("start and checks", "load DiT", "encode text", "encode image")
+    assert figures["before_steps"] == pytest.approx(sum(stages[name] for name in before))
     assert figures["full_total"] == pytest.approx(figures["wall"] + 37 * figures["per_step"])
     table = capsys.readouterr().out
     assert "measured" in table and "40 steps, extrapolated" in table
@@ -63,6 +65,17 @@ def test_the_second_video_of_a_process(tmp_path, capsys) -> None:
     assert following["full_overhead"] < first["full_overhead"]
     table = capsys.readouterr().out
     assert "next video" in table and "between stages" in table
+
+
+def test_two_ranks_make_one_video(tmp_path, capfd) -> None:
+    path = tmp_path / "figures.json"
+    assert run("--steps", "1", "--ranks", "2", "--json", str(path)) == 0
+    figures = json.loads(path.read_text())
+    assert sum(figures["stages"].values()) == pytest.approx(figures["wall"])
+    assert figures["metadata"]["ranks"] == 2
+    assert "before the steps" in capfd.readouterr().out
+    with pytest.raises(ConfigError, match="--ranks is 2"):
+        run("--ranks", "2", "--next")
 
 
 def test_a_run_that_fails_is_an_error(tmp_path, capsys) -> None:
