@@ -6,7 +6,7 @@
 # MODEL: the folder of a 14B i2v checkpoint with FP8 block files; the part `checkpoint` makes one of
 # random weights. OUT: the folder for a log and a JSON of each part. A part that fails is told at
 # the end, and the parts after it run all the same. Parts:
-#   host imports checkpoint tests step share step-720p modes modes-two kill server end-to-end
+#   host imports checkpoint tests step share step-720p modes modes-two two kill server end-to-end
 #   vae encoders load register stream diffusers
 set -euo pipefail
 (($# > 2)) || { sed -n '2,/^set/{/^set/!p}' "$0" | cut -c 3- >&2; exit 2; }
@@ -65,14 +65,15 @@ modes-two() {
   "${two[@]}" -m shared_offload.cli bench modes resident host numa private one-decodes \
     --model_path "${model}" --json "${out}/modes-two.json"
 }
+two() { bench two end-to-end --ranks 2 --steps 4 --model_path "${model}"; }
 end-to-end() { bench end-to-end end-to-end --next --model_path "${model}"; }
 vae() { bench vae vae --video 480x832 --limit 4; }
 encoders() { bench encoders encoders --model_path "${model}"; }
 load() { bench load load --model_path "${model}/fp8" --threads 8 16; }
 register() { "${cli[@]}" bench register --processes 8 --gib 16; }
-diffusers() {
-  "${python}" tools/bench_diffusers.py --size 14b --task i2v --json "${out}/diffusers.json" \
-    --budget-seconds 240
+diffusers() { # the best of each of its ways
+  "${python}" tools/bench_diffusers.py --size 14b --task i2v --json "${out}/diffusers.json" --modes \
+    ours-fp8,bf16-resident,bf16-model-offload,bf16-leaf,fp8-cast-resident,fp8-torchao-resident
 }
 
 # A warm server against a cold start: the sum of stages up to the first step.
