@@ -11,7 +11,7 @@ from shared_offload.errors import OffloadError
 from shared_offload.model.operations import prepare_operations
 from shared_offload.pipeline import libraries
 from shared_offload.pipeline.generate import Pipeline, Video
-from shared_offload.pipeline.inventory import Inventory, gpu_needs, survey_files
+from shared_offload.pipeline.inventory import Inventory, Survey, gpu_needs, survey_files
 from shared_offload.pipeline.video import metadata_path
 from shared_offload.preflight import Preflight, agree
 from shared_offload.ranks.devices import choose_device
@@ -55,10 +55,11 @@ def _run(settings: Settings, facts: RankFacts, watch: Watch) -> None:
     for note in settings.notes:
         progress.note(note)
     names = _libraries(settings, first=facts.rank == 0)
-    if facts.world_size == 1:  # while files are checked and the GPU starts
-        _import_ahead(settings, names)
     with watch.stage("check"):
-        inventory = _check(settings, facts, watch, progress)
+        survey = survey_files(settings)
+        if facts.world_size == 1 and not survey.errors:  # the GPU starts meanwhile
+            _import_ahead(settings, names)
+        inventory = _check(settings, survey, facts, watch, progress)
     device = choose_device(facts, settings.device, settings.allow_shared_gpu)
     with Ranks.start(
         facts,
@@ -94,9 +95,10 @@ def _libraries(settings: Settings, *, first: bool) -> list[str]:
     return [name for names, used in steps if used for name in names]
 
 
-def _check(settings: Settings, facts: RankFacts, watch: Watch, progress: Progress) -> Inventory:
+def _check(
+    settings: Settings, survey: Survey, facts: RankFacts, watch: Watch, progress: Progress
+) -> Inventory:
     """Collective. All files, if nothing at all is wrong on any rank; else everything that is."""
-    survey = survey_files(settings)
     files = survey.inventory
     paths = list(files.paths()) if files else []
     if settings.task == "i2v" and settings.image_path is not None:

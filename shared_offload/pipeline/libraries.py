@@ -1,7 +1,7 @@
 """tokenizers, transformers, diffusers and PyAV take seconds to import: imported when first used.
 
 `libraries.UMT5Config` is the class of that name, imported now if it was not before. Call `preload`
-when a run's settings are in order, and a thread imports ahead of time what the run will use. This
+when a run's files are in order, and a thread imports ahead of time what the run will use. This
 is the one place in the package that imports modules by name, but for the commands of `cli`.
 
 Invariant: one daemon thread does all these imports, one at a time, and whoever uses a name waits
