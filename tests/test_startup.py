@@ -46,6 +46,33 @@ def test_infer_tells_a_wrong_path_without_heavy_libraries(tmp_path: Path) -> Non
     assert not modules & HEAVY, "import these through pipeline/libraries.py"
 
 
+COLLECTIONS = """
+import gc, json, runpy, sys
+seen = []
+marks = ("torch", "diffusers", "av")  # imported first, almost last, last
+gc.callbacks.append(lambda phase, _: seen.append([mark in sys.modules for mark in marks]))
+sys.argv = ["infer", *{argv}]
+try:
+    runpy.run_module("shared_offload.infer", run_name="__main__")
+except SystemExit as error:
+    sys.stderr.write("\\n" + json.dumps([error.code, gc.isenabled(), gc.get_freeze_count(), seen]))
+"""
+
+
+def test_no_garbage_is_looked_for_while_libraries_are_imported(tmp_path: Path) -> None:
+    config = json.loads((ROOT / "configs/demo_t2v.json").read_text()) | {"infer_steps": 1}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    flags = {"model_path": ROOT / "assets/demo/t2v", "task": "t2v", "prompt": "a red circle"}
+    flags |= {"config_json": tmp_path / "config.json", "save_result_path": tmp_path / "out.mp4"}
+    words = [str(word) for name, value in flags.items() for word in (f"--{name}", value)]
+    program = COLLECTIONS.format(argv=words)
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    code, enabled, frozen, seen = json.loads(done.stderr.splitlines()[-1])
+    assert (code, enabled) == (0, True), done.stderr
+    assert frozen > 100_000, "what is there to stay"
+    assert all(torch == diffusers for torch, diffusers, _ in seen), "none, or all but the last"
+
+
 @pytest.mark.parametrize("command", ["--help", "doctor", *QUICK])
 def test_commands_come_without_heavy_libraries(command: str, tmp_path: Path) -> None:
     ways = {"--help": ["--help"], "doctor": ["doctor", "--arena-gb", "0.001"]}

@@ -20,7 +20,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from importlib.machinery import ModuleSpec
 from typing import TYPE_CHECKING, Any
@@ -67,8 +67,10 @@ POLL_SECONDS = 0.005
 END_SECONDS = 5.0  # for one module: libraries on a slow disk
 
 
-def preload(names: Iterable[str]) -> None:
+def preload(names: Iterable[str], then: Callable[[], None] | None = None) -> None:
     """Import these (keys of HOMES) in a thread, in this order, and return at once.
+
+    `then` is called once, by that thread, when nothing is left to import.
 
     Raises ModuleNotFoundError for a library that is not installed: better now than when its turn
     comes, after the last step perhaps.
@@ -77,7 +79,7 @@ def preload(names: Iterable[str]) -> None:
     for library in dict.fromkeys(HOMES[name].partition(".")[0] for name in names):
         if library not in sys.modules and importlib.util.find_spec(library) is None:
             raise ModuleNotFoundError(f"No module named {library!r}", name=library)
-    _importer.want(names)
+    _importer.want(names, then)
 
 
 class _Ended(BaseException):
@@ -93,6 +95,7 @@ class _Importer:
 
     def __init__(self) -> None:
         self._wanted: deque[str] = deque()
+        self._then: list[Callable[[], None]] = []
         self._now = ""  # what is being imported
         self._found: dict[str, Any] = {}
         self._failed: dict[str, BaseException] = {}
@@ -100,8 +103,9 @@ class _Importer:
         self._one_at_a_time = threading.Lock()  # taken by importing threads alone
         self._ending = False
 
-    def want(self, names: Iterable[str]) -> None:
+    def want(self, names: Iterable[str], then: Callable[[], None] | None = None) -> None:
         self._wanted += [name for name in names if name not in self._wanted]
+        self._then += [then] if then else []
         self._run_thread()
 
     def get(self, name: str) -> Any:  # noqa: ANN401  of libraries without types
@@ -122,7 +126,8 @@ class _Importer:
     def _run_thread(self) -> None:
         if self._thread is None:
             atexit.register(self._end)
-        if self._wanted and (self._thread is None or not self._thread.is_alive()):
+        busy = self._thread is not None and self._thread.is_alive()
+        if (self._wanted or self._then) and not busy:
             self._thread = threading.Thread(target=self._work, name="imports", daemon=True)
             self._thread.start()
 
@@ -133,6 +138,8 @@ class _Importer:
                 if self._now not in self._found and self._now not in self._failed:
                     self._import(self._now)
                 self._now = ""
+            while self._then and not self._ending:
+                self._then.pop()()
 
     def _import(self, name: str) -> None:
         try:

@@ -66,6 +66,18 @@ def test_an_error_is_raised_where_the_library_is_used(make, tmp_path: Path) -> N
     assert getattr(libraries, broken).mended
 
 
+def test_what_comes_after_the_last_import(make) -> None:
+    called: list[int] = []
+    names = [make("import time\ntime.sleep(0.05)"), make()]
+    libraries.preload(names, then=lambda: called.append(len(RAN)))
+    assert getattr(libraries, names[1]) and getattr(libraries, names[0])
+    libraries._importer._thread.join(10)
+    assert called == [2]
+    libraries.preload([], then=lambda: called.append(len(RAN)))
+    libraries._importer._thread.join(10)
+    assert called == [2, 2], "nothing to import is no reason to wait"
+
+
 def test_a_library_that_is_not_installed_is_told_at_once(make, monkeypatch) -> None:
     monkeypatch.setitem(libraries.HOMES, "absent", "absent_library.of_models")
     with pytest.raises(ModuleNotFoundError, match="absent_library"):
