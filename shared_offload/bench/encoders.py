@@ -34,6 +34,7 @@ from shared_offload.config.paths import FILE_NAMES, FileKey, find_file, tokenize
 from shared_offload.pipeline.image_encoder import ImageEncoder
 from shared_offload.pipeline.runner import IMAGE_DTYPE, TEXT_DTYPE
 from shared_offload.pipeline.text_encoder import TextEncoder
+from shared_offload.pipeline.tokenizer import load_tokenizer
 from shared_offload.report.progress import Progress
 from shared_offload.synth.sizes import SIZES, SizeSpec
 from shared_offload.weights.convert import write_folder
@@ -202,7 +203,7 @@ def _t5(path: Path, tokenizer: Path, weights: str, way: Way, setup: Setup) -> Re
     def load() -> TextEncoder:
         return TextEncoder.load(
             path,
-            tokenizer,
+            load_tokenizer(tokenizer),
             device=setup.device,
             dtype=dtype,
             text_len=TEXT_LEN,

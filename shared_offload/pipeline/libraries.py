@@ -64,6 +64,7 @@ VIDEO = {"av": "av"}
 HOMES = {**TEXT, **IMAGE, **VAE, **VIDEO}
 
 POLL_SECONDS = 0.005
+TOLD_SECONDS = 2.0  # of waiting
 END_SECONDS = 5.0  # for one module: libraries on a slow disk
 
 
@@ -80,6 +81,24 @@ def preload(names: Iterable[str], then: Callable[[], None] | None = None) -> Non
         if library not in sys.modules and importlib.util.find_spec(library) is None:
             raise ModuleNotFoundError(f"No module named {library!r}", name=library)
     _importer.want(names, then)
+
+
+def wait(names: Iterable[str], tell: Callable[[str], None]) -> None:
+    """Return when these (keys of HOMES) are imported. Raises what an import raised.
+
+    `tell` gets a line if that takes a while.
+    """
+    due = time.monotonic() + TOLD_SECONDS
+    told = False
+    for name in names:
+
+        def waiting(home: str = HOMES[name]) -> None:
+            nonlocal told
+            if not told and time.monotonic() > due:
+                tell(f"{home} is still being imported")
+                told = True
+
+        _importer.get(name, waiting)
 
 
 class _Ended(BaseException):
@@ -108,8 +127,11 @@ class _Importer:
         self._then += [then] if then else []
         self._run_thread()
 
-    def get(self, name: str) -> Any:  # noqa: ANN401  of libraries without types
-        """Waits for the import; raises what it raised. The next call tries again."""
+    def get(self, name: str, waiting: Callable[[], None] | None = None) -> Any:  # noqa: ANN401
+        """Waits for the import; raises what it raised. The next call tries again.
+
+        `waiting` is called again and again meanwhile.
+        """
         while name not in self._found and name not in self._failed:
             if self._ending:
                 raise RuntimeError(f"{name} was asked for when the interpreter was ending")
@@ -118,6 +140,8 @@ class _Importer:
                     self._wanted.remove(name)
                 self._wanted.appendleft(name)  # before what nobody waits for yet
             self._run_thread()
+            if waiting:
+                waiting()
             time.sleep(POLL_SECONDS)
         if name in self._failed:
             raise self._failed.pop(name)

@@ -22,13 +22,14 @@ from torch import Tensor
 from shared_offload import __version__
 from shared_offload.config import Settings
 from shared_offload.model.dit import Branch
-from shared_offload.pipeline import conditioning, vae_fast
+from shared_offload.pipeline import conditioning, libraries, vae_fast
 from shared_offload.pipeline.decoding import decode
 from shared_offload.pipeline.dit_weights import LoadedDit, load_dit
 from shared_offload.pipeline.image_encoder import ImageEncoder
 from shared_offload.pipeline.inventory import Inventory, gpu_needs, take_inventory, torch_dtype
 from shared_offload.pipeline.on_demand import OnDemand
 from shared_offload.pipeline.text_encoder import TextEncoder
+from shared_offload.pipeline.tokenizer import load_tokenizer
 from shared_offload.pipeline.vae import Vae
 from shared_offload.pipeline.vae_memory import StepMemory
 from shared_offload.preflight import ACTIVATIONS
@@ -234,11 +235,13 @@ class Runner:
         passes = settings.t5_cpu_offload and kind == "cuda"
 
         def text(device: torch.device) -> TextEncoder:
+            tokenizer = load_tokenizer(files.tokenizer)
+            libraries.wait(libraries.TEXT, progress.note)  # or it would look as slow reading
             title = "map T5" if passes else "read T5"
             with progress.task(title, files.t5.stat().st_size, "B") as task:
                 return TextEncoder.load(
                     files.t5,
-                    files.tokenizer,
+                    tokenizer,
                     device=self.device if passes else device,
                     block_by_block=passes,
                     dtype=TEXT_DTYPE[kind],

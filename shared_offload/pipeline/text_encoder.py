@@ -22,7 +22,6 @@ from shared_offload.pipeline import libraries, module_weights
 from shared_offload.pipeline.courier import courier_to
 from shared_offload.pipeline.module_weights import OnBytes, told_to_nobody
 from shared_offload.pipeline.passing import Passage
-from shared_offload.pipeline.tokenizer import load_tokenizer
 from shared_offload.weights.pth import load_pth
 
 BLOCK_NAMES = {  # Wan's name within blocks.N. -> transformers' within encoder.block.N.
@@ -68,7 +67,7 @@ class TextEncoder:
     def load(
         cls,
         path: Path,
-        tokenizer_path: Path,
+        tokenizer: libraries.Tokenizer,
         *,
         device: torch.device | str,
         dtype: torch.dtype,
@@ -76,16 +75,15 @@ class TextEncoder:
         block_by_block: bool = False,
         on_bytes: OnBytes = told_to_nobody,
     ) -> TextEncoder:
-        """From a .pth file (bf16, fp32 or FP8) and a tokenizer folder.
+        """From a .pth file (bf16, fp32 or FP8).
 
         With `block_by_block` the weights stay in host memory (as the file's own map where the dtype
         fits): tokens are looked up there, and `encode` takes block after block through `device`,
         which needs memory for one block. The rows are the same, bit for bit.
 
-        The sizes are read from the tensors. Raises CheckpointError or Problems; a missing tokenizer
-        before the weights are touched. Peak memory: the weights, once.
+        The sizes are read from the tensors. Raises CheckpointError or Problems. Peak memory: the
+        weights, once.
         """
-        tokenizer = load_tokenizer(tokenizer_path)
         tensors = load_pth(path)
         config = read_config(tensors, path)
         with torch.device("meta"):

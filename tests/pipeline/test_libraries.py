@@ -78,6 +78,16 @@ def test_what_comes_after_the_last_import(make) -> None:
     assert called == [2, 2], "nothing to import is no reason to wait"
 
 
+def test_who_waits_for_long_is_told_once(make, monkeypatch) -> None:
+    told: list[str] = []
+    slow = [make("import time\ntime.sleep(0.3)") for _ in range(2)]
+    libraries.wait([quick := make()], told.append)
+    assert (RAN, told) == ([quick], [])
+    monkeypatch.setattr(libraries, "TOLD_SECONDS", 0.05)
+    libraries.wait(slow, told.append)
+    assert (RAN, told) == ([quick, *slow], [f"{slow[0]} is still being imported"])
+
+
 def test_a_library_that_is_not_installed_is_told_at_once(make, monkeypatch) -> None:
     monkeypatch.setitem(libraries.HOMES, "absent", "absent_library.of_models")
     with pytest.raises(ModuleNotFoundError, match="absent_library"):

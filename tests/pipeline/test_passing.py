@@ -9,6 +9,7 @@ import torch
 
 from shared_offload.pipeline import passing
 from shared_offload.pipeline.text_encoder import TextEncoder
+from shared_offload.pipeline.tokenizer import load_tokenizer
 from shared_offload.synth.models import t5_recipes
 from shared_offload.synth.recipes import values
 from shared_offload.synth.sizes import SIZES
@@ -39,9 +40,8 @@ def folder(tmp_path_factory) -> Path:
 
 def load(folder: Path, file: str, dtype: torch.dtype, device="cpu", **options) -> TextEncoder:
     path = folder / f"{file}.pth"
-    return TextEncoder.load(
-        path, folder / "tokenizer", device=device, dtype=dtype, text_len=512, **options
-    )
+    tokenizer = load_tokenizer(folder / "tokenizer")
+    return TextEncoder.load(path, tokenizer, device=device, dtype=dtype, text_len=512, **options)
 
 
 @pytest.fixture

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from shared_offload.pipeline.image_encoder import ImageEncoder
 from shared_offload.pipeline.text_encoder import TextEncoder
+from shared_offload.pipeline.tokenizer import load_tokenizer
 from shared_offload.synth import parts
 from shared_offload.synth.models import clip_recipes, dit_recipes, t5_recipes, vae_recipes
 from shared_offload.synth.recipes import Recipe, values
@@ -112,7 +113,7 @@ def test_vae_fits_diffusers_and_makes_soft_pictures(seed: int) -> None:
 def test_encoders_tell_inputs_apart(tiny_i2v: Path) -> None:
     text = TextEncoder.load(
         tiny_i2v / parts.T5_FILE,
-        tiny_i2v / parts.TOKENIZER_FOLDER,
+        load_tokenizer(tiny_i2v / parts.TOKENIZER_FOLDER),
         device="cpu",
         dtype=torch.float32,
         text_len=512,

@@ -12,6 +12,7 @@ from shared_offload.config import Settings, clip_file, t5_file
 from shared_offload.errors import CheckpointError
 from shared_offload.pipeline.image_encoder import ImageEncoder
 from shared_offload.pipeline.text_encoder import TextEncoder
+from shared_offload.pipeline.tokenizer import load_tokenizer
 from shared_offload.report.progress import Progress
 from shared_offload.synth.folder import make_checkpoint
 from shared_offload.synth.models import clip_recipes, t5_recipes
@@ -102,7 +103,7 @@ def test_a_run_finds_and_uses_them(folder) -> None:
     for settings in (plain, fp8):
         text = TextEncoder.load(
             t5_file(settings),
-            folder / "google/umt5-xxl",
+            load_tokenizer(folder / "google/umt5-xxl"),
             device="cpu",
             dtype=torch.float32,
             text_len=512,
