@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import gc
+import signal
 
 if __name__ == "__main__":
     # What libraries make while they are imported is there to stay, and to look for garbage among it
     # again and again takes a quarter of the time to the first step: not before `_collect_again`.
     gc.disable()
+    # Ctrl-C before `run_ranks` takes it over ends the process: it holds nothing yet, and where in
+    # torch it was nobody asks.
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import sys
 from collections.abc import Sequence

@@ -6,8 +6,10 @@ Reads `sys.modules` of a process of its own, in which nothing else has imported 
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -71,6 +73,23 @@ def test_no_garbage_is_looked_for_while_libraries_are_imported(tmp_path: Path) -
     assert (code, enabled) == (0, True), done.stderr
     assert frozen > 100_000, "what is there to stay"
     assert all(torch == diffusers for torch, diffusers, _ in seen), "none, or all but the last"
+
+
+def test_ctrl_c_while_torch_is_imported_ends_without_a_word() -> None:
+    def restore() -> None:  # a shell that runs tests in the background has it ignored
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    command = [sys.executable, "-m", "shared_offload.infer"]
+    with subprocess.Popen(
+        command, cwd=ROOT, stderr=subprocess.PIPE, text=True, preexec_fn=restore
+    ) as process:
+        maps = Path(f"/proc/{process.pid}/maps")
+        while "libtorch" not in maps.read_text():
+            assert process.poll() is None
+            time.sleep(0.001)
+        process.send_signal(signal.SIGINT)
+        said = process.communicate(timeout=20)[1]
+    assert (process.returncode, said) == (-signal.SIGINT, "")
 
 
 @pytest.mark.parametrize("command", ["--help", "doctor", *QUICK])
