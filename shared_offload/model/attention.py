@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -121,22 +121,6 @@ _OF_TORCH: Mapping[str, AttentionFn] = {
     _PLAIN: sdpa,
 }
 
-# name -> (module, function) in order of preference.
-_PACKAGES: Mapping[str, tuple[tuple[str, str], ...]] = {
-    "flash_attn2": (("flash_attn", "flash_attn_func"),),
-    "flash_attn3": (
-        ("fa3_fwd_interface", "flash_attn_func"),
-        ("flash_attn_interface", "flash_attn_func"),
-    ),
-    "flash_attn4": (("flash_attn.cute", "flash_attn_func"),),
-    "sage_attn2": (("sageattention", "sageattn"),),
-    "sage_attn3": (("sageattn3", "sageattn3_blackwell"),),
-}
-# FlashAttention 3 as a forward-only wheel and as built from source: each registers an operator
-# `fwd` in a namespace of its own name. Behind the functions above it is wrapped so that the first
-# call imports torch._dynamo, a second or two.
-_FLASH_3 = ("fa3_fwd", "flash_attn_3")
-
 
 def check_attention_name(requested: str) -> None:
     """Raises ConfigError for names that are sparse or unknown. Looks at no device."""
@@ -185,7 +169,7 @@ def _load(name: str, device: torch.device, dtype: torch.dtype) -> tuple[Attentio
     if dtype not in _HALF:
         return None, f"needs bfloat16 or float16, not {str(dtype).removeprefix('torch.')}"
     refusal = "is not installed"
-    for find in _ways(name):
+    for find in _OPTIONAL.get(name, (lambda: _OF_TORCH[name],)):
         try:
             kernel = _fused(find())
             agreement = _agreement_db(kernel, device, dtype)
@@ -201,31 +185,31 @@ def _load(name: str, device: torch.device, dtype: torch.dtype) -> tuple[Attentio
     return None, refusal
 
 
-def _ways(name: str) -> Iterator[Callable[[], AttentionFn]]:
-    """What may find the kernel, best first. Each raises ImportError where its package is not."""
-    if name in _OF_TORCH:
-        yield lambda: _OF_TORCH[name]
-    elif name not in _PACKAGES:
-        yield _of_lightx2v
-    if name == "flash_attn3":
-        yield from (partial(_flash_3, package) for package in _FLASH_3)
-    yield from (partial(_of_package, name, *place) for place in _PACKAGES.get(name, ()))
-
-
-def _of_lightx2v() -> AttentionFn:
-    """Its KV-cache kernel: k and v come in quantised."""
-    raise ValueError("takes keys and values that were quantised before")
-
-
-def _of_package(name: str, module: str, function: str) -> AttentionFn:
+def _imported(module: str, function: str) -> Callable[..., Any]:
+    """A function of a package. Raises ImportError where there is none."""
     try:
-        kernel = getattr(importlib.import_module(module), function)
+        found: Callable[..., Any] = getattr(importlib.import_module(module), function)
     except AttributeError as error:
         raise ImportError(str(error)) from error
-    return _adapt(name, kernel)
+    return found
+
+
+def _function(module: str, function: str) -> AttentionFn:
+    kernel = _imported(module, function)
+
+    def run(q_BSNH: Tensor, k_BENH: Tensor, v_BENH: Tensor) -> Tensor:
+        out = kernel(q_BSNH, k_BENH, v_BENH)
+        first: Tensor = out[0] if isinstance(out, tuple) else out  # some add the log-sum-exp
+        return first
+
+    return run
 
 
 def _flash_3(package: str) -> AttentionFn:
+    """The operator that its library registers in a namespace of the package's name.
+
+    The package's function wraps it so that the first call imports torch._dynamo, a second or two.
+    """
     importlib.import_module(f"{package}._C")
     forward = getattr(torch.ops, package).fwd
 
@@ -237,22 +221,47 @@ def _flash_3(package: str) -> AttentionFn:
     return run
 
 
-def _adapt(name: str, kernel: Callable[..., Any]) -> AttentionFn:
-    def run(q_BSNH: Tensor, k_BENH: Tensor, v_BENH: Tensor) -> Tensor:
-        out = kernel(q_BSNH, k_BENH, v_BENH)
-        first: Tensor = out[0] if isinstance(out, tuple) else out  # some add the log-sum-exp
-        return first
+def _sage_2() -> AttentionFn:
+    kernel = _imported("sageattention", "sageattn")
 
-    def sage2(q_BSNH: Tensor, k_BENH: Tensor, v_BENH: Tensor) -> Tensor:
+    def run(q_BSNH: Tensor, k_BENH: Tensor, v_BENH: Tensor) -> Tensor:
         out: Tensor = kernel(q_BSNH, k_BENH, v_BENH, tensor_layout="NHD")
         return out
 
-    def sage3(q_BSNH: Tensor, k_BENH: Tensor, v_BENH: Tensor) -> Tensor:
+    return run
+
+
+def _sage_3() -> AttentionFn:
+    kernel = _imported("sageattn3", "sageattn3_blackwell")
+
+    def run(q_BSNH: Tensor, k_BENH: Tensor, v_BENH: Tensor) -> Tensor:
         q, k, v = (t.transpose(1, 2).contiguous() for t in (q_BSNH, k_BENH, v_BENH))
         out: Tensor = kernel(q, k, v)
         return out.transpose(1, 2)
 
-    return {"sage_attn2": sage2, "sage_attn3": sage3}.get(name, run)
+    return run
+
+
+def _of_lightx2v() -> AttentionFn:
+    """Its KV-cache kernel: k and v come in quantised."""
+    raise ValueError("takes keys and values that were quantised before")
+
+
+# What may find each optional kernel, best first; it raises ImportError where its package is not.
+# fa3_fwd is FlashAttention 3 as a forward-only wheel, flash_attn_3 the same built from source.
+_OPTIONAL: Mapping[str, tuple[Callable[[], AttentionFn], ...]] = {
+    "flash_attn2": (partial(_function, "flash_attn", "flash_attn_func"),),
+    "flash_attn3": (
+        partial(_flash_3, "fa3_fwd"),
+        partial(_flash_3, "flash_attn_3"),
+        partial(_function, "fa3_fwd_interface", "flash_attn_func"),
+        partial(_function, "flash_attn_interface", "flash_attn_func"),
+    ),
+    "flash_attn4": (partial(_function, "flash_attn.cute", "flash_attn_func"),),
+    "sage_attn2": (_sage_2,),
+    "sage_attn3": (_sage_3,),
+    "sage_attn2_k_int8_v_fp8": (_of_lightx2v,),
+}
 
 
 def _fused(kernel: AttentionFn) -> AttentionFn:

@@ -90,14 +90,14 @@ def wait(names: Iterable[str], tell: Callable[[str], None]) -> None:
     """
     due = time.monotonic() + TOLD_SECONDS
     told = False
+
+    def waiting() -> None:
+        nonlocal told
+        if not told and time.monotonic() > due:
+            tell(f"{HOMES[name]} is still being imported")
+            told = True
+
     for name in names:
-
-        def waiting(home: str = HOMES[name]) -> None:
-            nonlocal told
-            if not told and time.monotonic() > due:
-                tell(f"{home} is still being imported")
-                told = True
-
         _importer.get(name, waiting)
 
 

@@ -21,6 +21,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -38,7 +39,6 @@ SHIFT = 6  # latents by which strips have shifted at the decoder's end (6.25; en
 THINNEST = SHIFT + 1  # latents of a strip: the first makes something in every layer
 OnStep = Callable[[], None]
 Form = Callable[[Tensor], Tensor]
-_Step = tuple[nn.Module, Form]  # a layer, and how x passes it
 
 
 def most_strips(height: int, width: int) -> int:
@@ -138,7 +138,26 @@ def _entry(model: Any, cut: Sequence[nn.Module], sweep: _Sweep) -> list[_Step]: 
         x = sweep.join(conv, x.to(model.device, model.dtype))
         return sweep.trim(memory.convolve(conv, x))
 
-    return [(conv, enter), *((each, partial(memory.run, [each], sweep=sweep)) for each in cut)]
+    behind = (_Step(_remembered(each), partial(memory.run, [each], sweep=sweep)) for each in cut)
+    return [_Step(_remembered(conv), enter), *behind]
+
+
+def _remembered(layer: nn.Module) -> list[int]:
+    """Frames before its own that each causal convolution of a layer sees."""
+    convs = [each for each in layer.modules() if isinstance(each, libraries.WanCausalConv3d)]
+    return [conv.kernel_size[0] - 1 for conv in convs]
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """A layer: what it remembers, and how x passes it."""
+
+    remembered: list[int]
+    do: Form
+
+    def reach(self, frames: int) -> int:
+        """How many groups back it remembers, at most, if groups have so many frames there."""
+        return sum(math.ceil(count / frames) for count in self.remembered)
 
 
 class _Chain:
@@ -159,18 +178,12 @@ class _Chain:
         since = self._since
         x = frames() if self._made is None else self._made
         for at in range(self._done, len(self._steps)):
-            layer, step = self._steps[at]
-            since += _reach(layer, x.shape[TIME])
-            x = step(x)
+            step = self._steps[at]
+            since += step.reach(x.shape[TIME])
+            x = step.do(x)
             if group == since:
                 self._done, self._since, self._made = at + 1, since, x
         return x
-
-
-def _reach(layer: nn.Module, frames: int) -> int:
-    """How many groups back a layer remembers, at most, if groups have so many frames there."""
-    convs = [each for each in layer.modules() if isinstance(each, libraries.WanCausalConv3d)]
-    return sum(math.ceil((conv.kernel_size[0] - 1) / frames) for conv in convs)
 
 
 class _Memory:
@@ -178,7 +191,9 @@ class _Memory:
 
     def __init__(self) -> None:
         # The library's, by its numbers within a layer.
-        self._features: dict[nn.Module, dict[int, Any]] = defaultdict(lambda: defaultdict(_nothing))
+        self._features: dict[nn.Module, dict[int, Any]] = defaultdict(
+            lambda: defaultdict(lambda: None)
+        )
         self._inputs: dict[nn.Module, Tensor] = {}
 
     def run(self, layers: Sequence[nn.Module], x: Tensor, sweep: _Sweep | None = None) -> Tensor:
@@ -300,10 +315,6 @@ def _frames(video: Tensor, begin: int, count: int) -> Tensor:
     frames = video[:, :, begin : begin + count]
     lack = count - frames.shape[TIME]
     return F.pad(frames, (0, 0, 0, 0, 0, lack)) if lack else frames
-
-
-def _nothing() -> None:
-    """What a layer remembers before the first frame."""
 
 
 def _frame_groups(frames: int) -> list[tuple[int, int]]:

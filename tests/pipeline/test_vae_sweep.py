@@ -199,6 +199,8 @@ def test_a_limit_changes_nothing_but_memory(model, tiling) -> None:
         assert (made.int() - to_uint8(whole).int()).abs().max() <= 1
         assert made.dtype == torch.uint8
         torch.testing.assert_close(vae.encode(video), mode, rtol=0, atol=ROUNDING)
+        video[:, 1:] = 0
+        assert torch.equal(vae.encode(video[:, :1], blank=4), vae.encode(video))
     model.use_tiling = False
 
 
