@@ -6,7 +6,7 @@
 # MODEL: the folder of a 14B i2v checkpoint with FP8 block files; the part `checkpoint` makes one of
 # random weights. OUT: the folder for a log and a JSON of each part. A part that fails is told at
 # the end, and the parts after it run all the same. Parts:
-#   host imports checkpoint tests step share step-720p modes modes-two two kill server end-to-end
+#   host imports checkpoint tests step share step-720p accuracy modes modes-two two kill server end-to-end
 #   vae encoders load register stream diffusers
 set -euo pipefail
 (($# > 2)) || { sed -n '2,/^set/{/^set/!p}' "$0" | cut -c 3- >&2; exit 2; }
@@ -59,6 +59,7 @@ tests() { "${python}" -m pytest -q -p no:cacheprovider -m "gpu or multigpu" --du
 step() { bench step step --weights both; }
 share() { bench share step --weights both --share 1/8 --steps 6; }
 step-720p() { bench step-720p step --weights both --height 720 --width 1280 --steps 2; }
+accuracy() { bench accuracy accuracy --size 14b --task i2v; }
 stream() { bench stream stream --size 14b --task i2v; }
 modes() { bench modes modes resident host half phase model disk --model_path "${model}"; }
 modes-two() {

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import math
 from pathlib import Path
 
 from shared_offload.errors import ConfigError
 from shared_offload.model.attention import ATTENTION_NAMES, AUTO
 from shared_offload.model.operations import Compile
+from shared_offload.pipeline.conditioning import latent_shape
 from shared_offload.synth.sizes import IN_DIM, SIZES
+from shared_offload.weights.architecture import PATCH
 
 COMPILE: dict[str, Compile] = {AUTO: AUTO, "true": True, "false": False}
 PIXELS = 16  # height and width of a video are multiples of it
@@ -19,6 +22,20 @@ def add_video(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--height", type=int, default=480, help="default: %(default)s")
     parser.add_argument("--width", type=int, default=832, help="default: %(default)s")
     parser.add_argument("--frames", type=int, default=81, help="default: %(default)s")
+
+
+def add_tokens(parser: argparse.ArgumentParser) -> None:
+    """A number of tokens in place of the size of a video; `tokens_of` reads both."""
+    parser.add_argument("--tokens", type=int, help="in place of height, width and frames")
+
+
+def tokens_of(args: argparse.Namespace) -> int:
+    """Tokens of the DiT. Raises ConfigError for a video that Wan cannot make."""
+    if args.tokens is not None:
+        return int(args.tokens)
+    video_size(args.frames, args.height, args.width)
+    _, *sizes = latent_shape(args.frames, args.height, args.width)
+    return math.prod(size // patch for size, patch in zip(sizes, PATCH, strict=True))
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:

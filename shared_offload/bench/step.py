@@ -26,18 +26,18 @@ from shared_offload.bench.arguments import (
     add_dit,
     add_json,
     add_part,
+    add_tokens,
     add_video,
     at_least,
-    video_size,
+    tokens_of,
 )
 from shared_offload.bench.clock import device_name, first_device, gigabytes, publish, seconds_of
 from shared_offload.bench.floors import Part, Workbench, block_parts, time_parts
 from shared_offload.bench.workload import Workload, filled_arena, lay_out
 from shared_offload.model.attention import Attention, select_attention
-from shared_offload.pipeline.conditioning import latent_shape
 from shared_offload.streaming.source import Source, resident_from_host
 from shared_offload.streaming.streamer import StreamedSource
-from shared_offload.weights.architecture import PATCH, Architecture
+from shared_offload.weights.architecture import Architecture
 from shared_offload.weights.layout import BlockLayout, Unit
 
 STREAMED, RESIDENT = "streamed", "resident"
@@ -137,7 +137,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     add_dit(parser)
     add_part(parser)
     add_video(parser)
-    parser.add_argument("--tokens", type=int, help="in place of height, width and frames")
+    add_tokens(parser)
     parser.add_argument("--no-cfg", action="store_true", help="one branch instead of two")
     parser.add_argument("--weights", choices=tuple(WEIGHTS), default=STREAMED)
     parser.add_argument("--steps", type=int, default=3, help="measured of each kind; default: 3")
@@ -175,12 +175,7 @@ def run(args: argparse.Namespace) -> int:
 def _options(args: argparse.Namespace) -> Options:
     at_least("--steps", args.steps)
     at_least("--slots", args.slots, 2)
-    if (tokens := args.tokens) is None:
-        video_size(args.frames, args.height, args.width)
-        _, *sizes = latent_shape(args.frames, args.height, args.width)
-        frames, height, width = (n // patch for n, patch in zip(sizes, PATCH, strict=True))
-        tokens = frames * height * width
-    step = stream.options_of(args, tokens)
+    step = stream.options_of(args, tokens_of(args))
     return Options(step, args.weights, 1 if args.no_cfg else 2, args.profile)
 
 

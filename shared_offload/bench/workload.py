@@ -146,14 +146,16 @@ class Workload:
         attention: AttentionFn,
         operations: Operations = PLAIN,
         branches: int = 2,
+        dtype: torch.dtype = torch.bfloat16,
     ) -> None:
+        """Weights outside the blocks have bf16 values whatever the `dtype` that is computed in."""
         self.grid = grid_of(tokens)
         self._generator = torch.Generator(device).manual_seed(1)
         self._device = device
         self.dit = Dit(
             arch,
             {name: self._weight(name, shape) for name, shape in non_block_shapes(arch).items()},
-            dtype=torch.bfloat16,
+            dtype=dtype,
             device=device,
             self_attention=attention,
             cross_attention=attention,

@@ -4,9 +4,19 @@ from __future__ import annotations
 
 import argparse
 
-from shared_offload.bench import encoders, end_to_end, load, modes, register, step, stream, vae
+from shared_offload.bench import (
+    accuracy,
+    encoders,
+    end_to_end,
+    load,
+    modes,
+    register,
+    step,
+    stream,
+    vae,
+)
 
-MEASUREMENTS = (step, stream, modes, vae, encoders, end_to_end, load, register)
+MEASUREMENTS = (step, accuracy, stream, modes, vae, encoders, end_to_end, load, register)
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

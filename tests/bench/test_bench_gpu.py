@@ -8,7 +8,7 @@ import json
 import pytest
 import torch
 
-from shared_offload.bench import step
+from shared_offload.bench import accuracy, step
 from shared_offload.bench.clock import Marks, copy_rate, of_peak
 from shared_offload.bench.floors import Part, Workbench
 from shared_offload.bench.vae import Convolutions
@@ -79,3 +79,12 @@ def test_a_step_takes_longer_than_its_floor(compiled, tmp_path) -> None:
     assert all(ratio > 1 for ratio in figures["ratio"].values())
     assert figures["streamed"]["peak_nbytes"] < figures["resident"]["peak_nbytes"]
     assert "CUDA" in kernels.read_text()
+
+
+def test_no_kernel_rounds_more_than_plain_operations() -> None:
+    device = torch.device("cuda", 0)
+    ways = accuracy.find_ways(["auto"], device)
+    figures = accuracy.measure("tiny", "i2v", 2100, ways, device)
+    assert {figure.operations for figure in figures} == {"plain", "fused"}
+    assert all(figure.sqnr_db > 27 for figure in figures)
+    assert min(figure.gained_db for figure in figures) > -accuracy.MOST_LOST_DB
