@@ -26,7 +26,7 @@ LONG := bench demo matrix tools pipeline/test_against_diffusers.py pipeline/test
 	streaming/test_disk.py synth/test_models.py test_startup.py
 TOGETHER := $(TWO) $(addprefix --ignore=tests/,$(APART))
 
-test: setup check  ## all tests (15 minutes on 2 cores)
+test: setup check  ## all tests (10 minutes on 2 cores, 20 on slow ones)
 	@tools/system_packages.sh
 	$(PY) -m pytest $(TOGETHER)
 	$(PY) -m pytest $(IF_APART) $(addprefix tests/,$(APART))

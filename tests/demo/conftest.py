@@ -14,7 +14,7 @@ from torch import Tensor
 
 from shared_offload.config import Settings
 from shared_offload.pipeline.generate import Pipeline
-from tests.reference.demo import CASES, KINDS, draw_pictures, options
+from tests.reference.demo import CASES, KINDS, STREAMED, draw_pictures, options
 from tests.reference.garbage import freeze_imports
 
 
@@ -37,16 +37,16 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 @pytest.fixture(scope="module")
 def videos(pictures) -> Callable[..., list[Tensor]]:
-    """The frames of all cases from one pipeline, made once for each kind of run."""
+    """The frames of cases from one pipeline, made once for each kind of run."""
 
     @functools.cache
-    def make(task: str, kind: str, shift: int = 0) -> list[Tensor]:
+    def make(task: str, kind: str, shift: int = 0, cases: int = len(CASES)) -> list[Tensor]:
         """With `shift`, a video has the seed (and picture) of one case and a later one's prompt."""
         frames = []
         picture_path = str(pictures[0]) if task == "i2v" else None
-        given = options(task, **KINDS[kind], image_path=picture_path)
+        given = options(task, **(KINDS | STREAMED)[kind], image_path=picture_path)
         with Pipeline(Settings.from_json_and_flags(given, {})) as pipeline:
-            for number in range(len(CASES)):
+            for number in range(cases):
                 image = pictures[number] if task == "i2v" else None
                 prompt = CASES[(number + shift) % len(CASES)].prompt
                 made = pipeline.generate(prompt=prompt, seed=number, image_path=image)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
-from tests.reference.demo import EVERY_KIND, LEAST, counts, right
+from tests.reference.demo import EVERY_KIND, LEAST, QUICK, STREAMED, counts, right
 
 CHANCE = 5  # of 12, at most, where 1 in 4 is expected
 
@@ -13,6 +14,13 @@ CHANCE = 5  # of 12, at most, where 1 in 4 is expected
 def test_a_video_shows_what_the_prompt_says(videos, kind: str) -> None:
     found = counts(videos("t2v", kind))
     assert min(found.values()) >= LEAST["t2v"], found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", STREAMED)
+def test_streamed_videos_are_the_same(videos, kind: str) -> None:
+    found = videos("t2v", kind, cases=3)
+    assert all(map(torch.equal, found, videos("t2v", QUICK)))
 
 
 @pytest.mark.slow

@@ -25,6 +25,8 @@ KINDS: Mapping[str, Mapping[str, Any]] = {
     "guided": GUIDED,
     "unguided": {"infer_steps": 6},
     "negative prompt": NEGATIVE,
+}
+STREAMED: Mapping[str, Mapping[str, Any]] = {  # of the first kind, whose bits they keep
     "phase": {**FEW, **OFFLOAD, **PHASES},
     "disk": {**FEW, **OFFLOAD, "lazy_load": True},
 }
