@@ -15,7 +15,6 @@ from dataclasses import asdict, dataclass
 from typing import Any, cast
 
 import torch
-from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
@@ -25,22 +24,17 @@ from shared_offload.bench.arguments import (
     add_tokens,
     add_video,
     at_least,
+    choose_attention,
     tokens_of,
 )
 from shared_offload.bench.clock import device_name, first_device, publish, wait
 from shared_offload.bench.workload import Workload, filled_arena, lay_out
-from shared_offload.model.attention import (
-    ATTENTION_NAMES,
-    AUTO,
-    TORCH,
-    Attention,
-    sdpa,
-    select_attention,
-)
+from shared_offload.model.attention import ATTENTION_NAMES, AUTO, TORCH, Attention, sdpa
 from shared_offload.model.operations import PLAIN, Operations, select_operations
 from shared_offload.report.progress import Progress
 from shared_offload.streaming.streamer import StreamedSource
 from shared_offload.synth.sizes import architecture
+from shared_offload.weights.architecture import Architecture
 from shared_offload.weights.fp8 import FP8_DTYPE
 from shared_offload.weights.layout import SCALE, Unit, WeightSource
 
@@ -50,13 +44,22 @@ MOST_LOST_DB = 0.2
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """One way to compute a step in bf16."""
+    """One way to compute a step."""
 
-    weights: str
-    """"FP8", or "bf16": dequantised and rounded, so no product is quantised."""
-    operations_name: str
+    fp8: bool
+    """Or weights are dequantised and rounded to `dtype`, and no product is quantised."""
     operations: Operations
     attention: Attention
+    dtype: torch.dtype = torch.bfloat16
+
+    @property
+    def names(self) -> tuple[str, str, str]:
+        """Of weights, operations and attention, as a table shows them."""
+        operations = "plain" if self.operations is PLAIN else "fused"
+        return "FP8" if self.fp8 else "bf16", operations, self.attention.name
+
+
+EXACT = Way(False, PLAIN, Attention("sdpa", sdpa), torch.float32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,16 +146,14 @@ def find_ways(names: Sequence[str], device: torch.device) -> list[Way]:
     """What runs here: both kinds of weights, then each kernel of attention, then fused kernels."""
     kernels: dict[str, Attention] = {}
     for name in (TORCH, *names):
-        kernel, warning = select_attention(name, device, torch.bfloat16)
-        if warning:
-            Console(stderr=True).print(warning)
+        kernel = choose_attention(name, device)
         kernels.setdefault(kernel.name, kernel)
     first, *_ = kernels.values()
-    ways = [Way("bf16", "plain", PLAIN, first)]
-    ways += [Way("FP8", "plain", PLAIN, kernel) for kernel in kernels.values()]
+    ways = [Way(False, PLAIN, first)]
+    ways += [Way(True, PLAIN, kernel) for kernel in kernels.values()]
     operations, _ = select_operations(AUTO, device, torch.bfloat16)
     if operations is not PLAIN:
-        ways += [Way("FP8", "fused", operations, kernel) for kernel in kernels.values()]
+        ways += [Way(True, operations, kernel) for kernel in kernels.values()]
     return ways
 
 
@@ -164,19 +165,6 @@ def measure(
     """
     arch = architecture(cast("Any", size), cast("Any", task))
     layout = lay_out(arch, fp8=True)
-
-    def workload(dtype: torch.dtype, way: Way | None = None) -> Workload:
-        return Workload(
-            arch,
-            device,
-            tokens=tokens,
-            share=1,
-            attention=way.attention.run if way else sdpa,
-            operations=way.operations if way else PLAIN,
-            branches=1,
-            dtype=dtype,
-        )
-
     found: list[float] = []
     with (
         Progress().task("steps", 1 + len(ways), "step") as task_shown,
@@ -184,13 +172,10 @@ def measure(
     ):
         source = StreamedSource(layout.units("block"), host, device, slots=2)
         try:
-            exact = _velocity(workload(torch.float32), Dequantised(source, torch.float32), source)
+            exact = _velocity(arch, tokens, EXACT, source, device)
             task_shown.advance()
             for way in ways:
-                quantised = way.weights == "FP8"
-                weights = source if quantised else Dequantised(source, torch.bfloat16)
-                made = _velocity(workload(torch.bfloat16, way), weights, source)
-                found.append(sqnr_db(made, exact))
+                found.append(sqnr_db(_velocity(arch, tokens, way, source, device), exact))
                 task_shown.advance()
         finally:
             wait(device)
@@ -198,9 +183,21 @@ def measure(
     return _figures(ways, found)
 
 
-def _velocity(workload: Workload, weights: WeightSource, source: StreamedSource) -> Tensor:
+def _velocity(
+    arch: Architecture, tokens: int, way: Way, source: StreamedSource, device: torch.device
+) -> Tensor:
+    workload = Workload(
+        arch,
+        device,
+        tokens=tokens,
+        share=1,
+        attention=way.attention.run,
+        operations=way.operations,
+        branches=1,
+        dtype=way.dtype,
+    )
     source.begin_run(1)
-    (velocity,) = workload.step(weights)
+    (velocity,) = workload.step(source if way.fp8 else Dequantised(source, way.dtype))
     source.end_run()
     return velocity
 
@@ -212,13 +209,11 @@ def sqnr_db(found: Tensor, exact: Tensor) -> float:
 
 
 def _figures(ways: Sequence[Way], found: Sequence[float]) -> list[Figure]:
-    first: dict[str, float] = {}
-    figures = []
-    for way, decibels in zip(ways, found, strict=True):
-        gained = decibels - first.setdefault(way.weights, decibels)
-        names = (way.weights, way.operations_name, way.attention.name)
-        figures.append(Figure(*names, decibels, gained))
-    return figures
+    first: dict[bool, float] = {}
+    return [
+        Figure(*way.names, decibels, decibels - first.setdefault(way.fp8, decibels))
+        for way, decibels in zip(ways, found, strict=True)
+    ]
 
 
 def _table(title: str, figures: Sequence[Figure]) -> Table:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import math
 from pathlib import Path
 
+import torch
+from rich.console import Console
+
 from shared_offload.errors import ConfigError
-from shared_offload.model.attention import ATTENTION_NAMES, AUTO
+from shared_offload.model.attention import ATTENTION_NAMES, AUTO, Attention, select_attention
 from shared_offload.model.operations import Compile
-from shared_offload.pipeline.conditioning import latent_shape
+from shared_offload.preflight.plan import count_tokens
 from shared_offload.synth.sizes import IN_DIM, SIZES
-from shared_offload.weights.architecture import PATCH
 
 COMPILE: dict[str, Compile] = {AUTO: AUTO, "true": True, "false": False}
 PIXELS = 16  # height and width of a video are multiples of it
@@ -34,8 +35,7 @@ def tokens_of(args: argparse.Namespace) -> int:
     if args.tokens is not None:
         return int(args.tokens)
     video_size(args.frames, args.height, args.width)
-    _, *sizes = latent_shape(args.frames, args.height, args.width)
-    return math.prod(size // patch for size, patch in zip(sizes, PATCH, strict=True))
+    return count_tokens(args.frames, args.height, args.width)
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
@@ -73,6 +73,14 @@ def add_part(parser: argparse.ArgumentParser) -> None:
 def add_json(parser: argparse.ArgumentParser) -> None:
     """Where figures go beside the table."""
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write all figures here")
+
+
+def choose_attention(name: str, device: torch.device) -> Attention:
+    """The kernel for bf16; what runs in its place, and why, is said on stderr."""
+    kernel, warning = select_attention(name, device, torch.bfloat16)
+    if warning:
+        Console(stderr=True).print(warning)
+    return kernel
 
 
 def at_least(flag: str, value: int, least: int = 1) -> None:

@@ -16,7 +16,6 @@ from statistics import median
 from typing import Any
 
 import torch
-from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
@@ -29,12 +28,13 @@ from shared_offload.bench.arguments import (
     add_tokens,
     add_video,
     at_least,
+    choose_attention,
     tokens_of,
 )
 from shared_offload.bench.clock import device_name, first_device, gigabytes, publish, seconds_of
 from shared_offload.bench.floors import Part, Workbench, block_parts, time_parts
 from shared_offload.bench.workload import Workload, filled_arena, lay_out
-from shared_offload.model.attention import Attention, select_attention
+from shared_offload.model.attention import Attention
 from shared_offload.streaming.source import Source, resident_from_host
 from shared_offload.streaming.streamer import StreamedSource
 from shared_offload.weights.architecture import Architecture
@@ -152,9 +152,7 @@ def run(args: argparse.Namespace) -> int:
     """Measure, print the table, write the JSON."""
     device = first_device()
     options = _options(args)
-    kernel, warning = select_attention(args.attention, device, torch.bfloat16)
-    if warning:
-        Console(stderr=True).print(warning)
+    kernel = choose_attention(args.attention, device)
     result = measure(options, device, kernel)
     document = {
         "options": {**asdict(options), "profile": args.profile and str(args.profile)},

@@ -14,11 +14,17 @@ from statistics import median
 from typing import Any, cast
 
 import torch
-from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from shared_offload.bench.arguments import COMPILE, add_dit, add_json, add_part
+from shared_offload.bench.arguments import (
+    COMPILE,
+    add_dit,
+    add_json,
+    add_part,
+    at_least,
+    choose_attention,
+)
 from shared_offload.bench.clock import (
     GB,
     device_name,
@@ -30,7 +36,7 @@ from shared_offload.bench.clock import (
 )
 from shared_offload.bench.workload import Workload, filled_arena, lay_out
 from shared_offload.errors import ConfigError
-from shared_offload.model.attention import AttentionFn, select_attention
+from shared_offload.model.attention import AttentionFn
 from shared_offload.model.operations import Compile, select_operations
 from shared_offload.streaming.source import Source, resident_from_host
 from shared_offload.streaming.streamer import StreamedSource
@@ -100,9 +106,7 @@ def run(args: argparse.Namespace) -> int:
     """Measure, print the table, write the JSON."""
     options = options_of(args, args.tokens)
     device = first_device()
-    kernel, warning = select_attention(options.attention, device, torch.bfloat16)
-    if warning:
-        Console(stderr=True).print(warning)
+    kernel = choose_attention(options.attention, device)
     result = measure(options, device, kernel.run)
     document = {
         "options": asdict(options),
@@ -193,8 +197,7 @@ def architecture_of(options: Options) -> Architecture:
             f"--share 1/{options.share} cannot split {arch.num_heads} heads",
             expected=f"a divisor of {arch.num_heads}",
         )
-    if options.tokens < 1:
-        raise ConfigError(f"--tokens {options.tokens}", expected="1 or more")
+    at_least("--tokens", options.tokens)
     return arch
 
 

@@ -31,7 +31,7 @@ def gpu_plan(
     never works, and one that barely fits may not either. ACTIVATIONS is the larger of two that
     follow each other.
     """
-    tokens = _tokens(frames, height, width)
+    tokens = count_tokens(frames, height, width)
     local = -(-tokens // seq_p_size)
     # Residual stream of each branch, and in self-attention: normed x, q, k, v and the output.
     attention = local * arch.dim * (branches + 5)
@@ -52,7 +52,8 @@ def total_of(needs: Mapping[str, int]) -> int:
     return sum(needs.values())
 
 
-def _tokens(frames: int, height: int, width: int) -> int:
+def count_tokens(frames: int, height: int, width: int) -> int:
+    """Tokens of the DiT for a video of these sizes in pixels."""
     latent = ((frames - 1) // VAE_STRIDE[0] + 1, height // VAE_STRIDE[1], width // VAE_STRIDE[2])
     return _numel([size // patch for size, patch in zip(latent, PATCH, strict=True)])
 
